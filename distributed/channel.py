@@ -1,0 +1,367 @@
+"""TensorChannel: ordered messages between a driver and a worker over one control lane and several data lanes.
+
+A lane is one ZeroMQ socket on the driver's side; the worker has one ROUTER behind one port. Heartbeats are ZeroMQ's own
+PING and PONG: libzmq's I/O thread answers them, so a side that computes, loads or holds the GIL is never taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from . import limits
+from .codec import Encoded, PartialMessage, ProtocolError, chunk_prefix, encode, parse_chunk_prefix
+from .messages import FROM_DRIVER, FROM_WORKER, Kind, Message
+
+_SESSION_BYTES = 8
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_GONE |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# On a data lane, the first frame that tells the worker which lanes a session has.
+_LANE_READY = b"lane"
+
+
+class ChannelLost(ConnectionError):
+    """The other side is gone or silent; the message says which and how it was noticed."""
+
+
+def _configure(sock: zmq.Socket[bytes]) -> None:
+    sock.set(zmq.LINGER, 0)
+    sock.set(zmq.SNDHWM, limits.LANE_QUEUE_MESSAGES)
+    sock.set(zmq.RCVHWM, limits.LANE_QUEUE_MESSAGES)
+    sock.set(zmq.HEARTBEAT_IVL, int(limits.HEARTBEAT_INTERVAL * 1000))
+    sock.set(zmq.HEARTBEAT_TIMEOUT, int(limits.HEARTBEAT_TIMEOUT * 1000))
+    sock.set(zmq.HANDSHAKE_IVL, int(limits.CONNECT_TIMEOUT * 1000))
+    sock.set(zmq.IPV6, 1)
+    # No single frame is larger than a header or a chunk; libzmq refuses others before it allocates.
+    sock.set(zmq.MAXMSGSIZE, limits.MAX_HEADER_BYTES + 1024)
+
+
+class Assembler:
+    """Puts messages together from frames that arrive on several lanes, in the order of their headers."""
+
+    def __init__(self, allowed: frozenset[Kind], max_bytes: int = limits.MAX_MESSAGE_BYTES) -> None:
+        self._allowed = allowed
+        self._max_bytes = max_bytes
+        self._pending: deque[PartialMessage] = deque()
+        self._early: dict[int, list[tuple[int, int, memoryview]]] = {}
+        self._early_bytes = 0
+        self._last_number = 0
+        self.received_bytes = 0
+
+    def allow(self, kinds: frozenset[Kind], max_bytes: int) -> None:
+        """Accept messages of `kinds` with up to `max_bytes` of tensors from now on."""
+        self._allowed, self._max_bytes = kinds, max_bytes
+
+    def control(self, frames: list[memoryview]) -> None:
+        """Take the frames of a control lane message. Raises ProtocolError."""
+        partial = PartialMessage(frames, self._allowed, self._max_bytes)
+        if partial.number <= self._last_number:
+            raise ProtocolError("messages came out of order")
+        self._last_number = partial.number
+        for index, offset, payload in self._early.pop(partial.number, []):
+            self._early_bytes -= payload.nbytes
+            partial.add_chunk(index, offset, payload)
+        self._pending.append(partial)
+
+    def data(self, frames: list[memoryview]) -> None:
+        """Take the frames of one chunk. Raises ProtocolError."""
+        if len(frames) != 2:
+            raise ProtocolError("a chunk has a wrong number of frames")
+        number, index, offset = parse_chunk_prefix(frames[0])
+        for partial in self._pending:
+            if partial.number == number:
+                partial.add_chunk(index, offset, frames[1])
+                return
+        if number <= self._last_number:
+            raise ProtocolError("a chunk belongs to a message that is complete")
+        self._early_bytes += frames[1].nbytes
+        if self._early_bytes > min(limits.MAX_EARLY_CHUNK_BYTES, self._max_bytes):
+            raise ProtocolError("too many chunks came without their message")
+        self._early.setdefault(number, []).append((index, offset, frames[1]))
+
+    def take(self) -> Iterator[Message]:
+        """Messages that are complete, in order."""
+        while self._pending and self._pending[0].complete:
+            partial = self._pending.popleft()
+            self.received_bytes += partial.nbytes
+            yield partial.message()
+
+
+def _chunks(encoded: Encoded) -> Iterator[tuple[bytes, memoryview]]:
+    for index, view in encoded.chunked:
+        for offset in range(0, view.nbytes, limits.CHUNK_BYTES):
+            yield chunk_prefix(encoded.number, index, offset), view[offset : offset + limits.CHUNK_BYTES]
+
+
+def _buffers(frames: list[zmq.Frame]) -> list[memoryview]:
+    return [frame.buffer for frame in frames]
+
+
+class DriverChannel:
+    """The driver's end. Used by one thread at a time; closing it releases every socket and I/O thread."""
+
+    def __init__(self, host: str, port: int, lanes: int = limits.DATA_LANES) -> None:
+        """Connect to a worker. Raises ChannelLost with the cause if nothing accepts a connection there."""
+        self.address = f"{host}:{port}"
+        _check_reachable(host, port, self.address)
+        self.lanes = lanes
+        self.lost: str | None = None
+        self.sent_bytes = 0
+        self._number = 0
+        self._assembler = Assembler(FROM_WORKER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, lanes))
+        self._poller = zmq.Poller()
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        session = b"M" + os.urandom(_SESSION_BYTES - 1)
+        endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        try:
+            for lane in range(lanes + 1):
+                self._add_lane(endpoint, session + bytes([lane]), is_data=lane > 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_lane(self, endpoint: str, identity: bytes, *, is_data: bool) -> None:
+        sock = self._context.socket(zmq.DEALER)
+        self._sockets.append(sock)
+        _configure(sock)
+        sock.set(zmq.IDENTITY, identity)
+        # A lane that breaks ends the channel: chunks may have gone with it, so libzmq must not mend it quietly.
+        sock.set(zmq.RECONNECT_IVL, -1)
+        sock.set(zmq.CONNECT_TIMEOUT, int(limits.CONNECT_TIMEOUT * 1000))
+        monitor = sock.get_monitor_socket(_GONE)
+        self._monitors.append(monitor)
+        self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        sock.connect(endpoint)
+        if is_data:
+            sock.send(_LANE_READY)
+
+    @property
+    def received_bytes(self) -> int:
+        return self._assembler.received_bytes
+
+    def send(self, kind: Kind, body: dict[str, object], *, while_full: Callable[[], None] | None = None) -> int:
+        """Send one message and return its number.
+
+        `while_full` is called while a lane's queue is full; it may raise to give up. Raises ChannelLost, and what
+        codec.encode raises.
+        """
+        self._number += 1
+        encoded = encode(Message(kind, self._number, dict(body)))
+        self._send(self._sockets[0], encoded.control, while_full)
+        data = self._sockets[1:]
+        for turn, chunk in enumerate(_chunks(encoded)):
+            self._send(data[turn % len(data)], list(chunk), while_full)
+        self.sent_bytes += encoded.nbytes
+        return self._number
+
+    def _send(self, sock: zmq.Socket[bytes], frames: list[object], while_full: Callable[[], None] | None) -> None:
+        stalled = time.monotonic() + limits.STALL_TIMEOUT
+        while True:
+            if self.lost:
+                raise ChannelLost(self.lost)
+            try:
+                sock.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+                return
+            except zmq.Again:
+                if while_full:
+                    while_full()
+                # Reading does not wait here; it only notices that the other side is gone.
+                self._read_monitors()
+                sock.poll(int(limits.POLL_SECONDS * 1000), zmq.POLLOUT)
+                if time.monotonic() > stalled:
+                    raise ChannelLost(f"the worker at {self.address} takes no more data") from None
+
+    def receive(self, timeout: float) -> list[Message]:
+        """Messages that are complete, waiting at most `timeout` seconds for the first frame.
+
+        Raises ChannelLost once the other side is gone and all that it had sent is read.
+        """
+        self._poller.poll(max(0, int(timeout * 1000)))
+        try:
+            for lane, sock in enumerate(self._sockets):
+                self._read_lane(lane, sock)
+            messages = [message for message in self._assembler.take() if message.kind is not Kind.PROBE]
+        except ProtocolError as error:
+            self.lost = f"the worker at {self.address} broke the protocol: {error}"
+            raise ChannelLost(self.lost) from error
+        if not messages:
+            self._read_monitors()
+            if self.lost:
+                raise ChannelLost(self.lost)
+        return messages
+
+    def _read_lane(self, lane: int, sock: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if lane == 0:
+                self._assembler.control(_buffers(frames))
+            else:
+                self._assembler.data(_buffers(frames))
+
+    def _read_monitors(self) -> None:
+        for monitor in self._monitors:
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor)["event"]
+                if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                    self.lost = self.lost or f"what answers at {self.address} is not a Monarch worker"
+                self.lost = self.lost or f"the connection to the worker at {self.address} was lost"
+
+    def close(self) -> None:
+        """Close every socket; a message just sent gets a moment to leave."""
+        for sock in self._sockets:
+            with contextlib.suppress(zmq.ZMQError):
+                sock.disable_monitor()
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        linger = 0 if self.lost else int(limits.CLOSE_LINGER_SECONDS * 1000)
+        for sock in self._sockets:
+            sock.close(linger=linger)
+        self._sockets, self._monitors = [], []
+        self._context.term()
+
+
+def _check_reachable(host: str, port: int, address: str) -> None:
+    """ZeroMQ connects in the background and says little; a plain connection first gives the operating system's word."""
+    try:
+        socket.create_connection((host, port), timeout=limits.CONNECT_TIMEOUT).close()
+    except ConnectionRefusedError:
+        raise ChannelLost(f"nothing listens at {address}; start the worker there") from None
+    except TimeoutError:
+        raise ChannelLost(f"{address} does not answer; check the address, the cable and the firewall") from None
+    except socket.gaierror:
+        raise ChannelLost(f"the name {host!r} is not known; check the address in the configuration") from None
+    except OSError as error:
+        raise ChannelLost(f"{address} cannot be reached ({error.strerror or error})") from None
+
+
+class WorkerChannel:
+    """The worker's end: one ROUTER that serves any number of connections behind one address.
+
+    A session is one driver's channel, named by random bytes that the driver chose. Used by one thread.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """Bind. Port 0 takes any free one. Raises zmq.ZMQError if the address cannot be bound."""
+        self._sock = context.socket(zmq.ROUTER)
+        _configure(self._sock)
+        self._sock.set(zmq.ROUTER_MANDATORY, 1)
+        self._sock.set(zmq.SNDTIMEO, int(limits.HELLO_TIMEOUT * 1000))
+        try:
+            self._sock.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            self._sock.close(linger=0)
+            raise
+        endpoint = self._sock.get_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rsplit(":", 1)[1])
+        self._sessions: dict[bytes, _Session] = {}
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._sock
+
+    def receive(self) -> Iterator[tuple[bytes, Message]]:
+        """(session, message) of every message that is complete now, without waiting.
+
+        A session that breaks the protocol is dropped without an answer.
+        """
+        touched: dict[bytes, None] = {}
+        # Bounded, so that a flood from outside cannot keep the caller from its other work.
+        for _ in range(4 * limits.LANE_QUEUE_MESSAGES):
+            try:
+                identity, *frames = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            session = self._accept(bytes(identity.buffer), _buffers(frames))
+            if session is not None:
+                touched[session] = None
+        for session in touched:
+            state = self._sessions.get(session)
+            if state is None:
+                continue
+            try:
+                for message in state.assembler.take():
+                    yield session, message
+            except ProtocolError:
+                self.drop(session)
+
+    def _accept(self, identity: bytes, frames: list[memoryview]) -> bytes | None:
+        if len(identity) != _SESSION_BYTES + 1 or not identity.startswith(b"M") or not frames:
+            return None
+        session, lane = identity[:_SESSION_BYTES], identity[_SESSION_BYTES]
+        state = self._sessions.get(session)
+        if state is None:
+            state = self._sessions[session] = _Session()
+            self._forget_strangers()
+        state.lanes.add(lane)
+        try:
+            if lane == 0:
+                state.assembler.control(frames)
+            elif frames[0] != _LANE_READY:
+                state.assembler.data(frames)
+        except ProtocolError:
+            self.drop(session)
+            return None
+        return session
+
+    def _forget_strangers(self) -> None:
+        strangers = [session for session, state in self._sessions.items() if not state.admitted]
+        for session in strangers[: -limits.MAX_STRANGERS]:
+            self.drop(session)
+
+    def admit(self, session: bytes) -> None:
+        """Let a session send more than its HELLO."""
+        self._sessions[session].admit()
+
+    def lane_count(self, session: bytes) -> int:
+        """Data lanes of `session` heard from so far."""
+        state = self._sessions.get(session)
+        return len(state.lanes - {0}) if state else 0
+
+    def send(self, session: bytes, kind: Kind, body: dict[str, object]) -> None:
+        """Send one message to a session. Raises ChannelLost if its driver is no longer connected."""
+        state = self._sessions.get(session)
+        if state is None:
+            raise ChannelLost("the driver is no longer connected")
+        state.number += 1
+        encoded = encode(Message(kind, state.number, dict(body)))
+        lanes = sorted(state.lanes - {0})
+        try:
+            self._sock.send_multipart([session + b"\0", *encoded.control], copy=False)
+            for turn, chunk in enumerate(_chunks(encoded)):
+                self._sock.send_multipart([session + bytes([lanes[turn % len(lanes)]]), *chunk], copy=False)
+        except zmq.ZMQError as error:
+            self.drop(session)
+            raise ChannelLost("the driver is no longer connected") from error
+
+    def drop(self, session: bytes) -> None:
+        """Forget a session; what still comes from it starts a new, empty one."""
+        self._sessions.pop(session, None)
+
+    def close(self) -> None:
+        self._sock.close(linger=int(limits.CLOSE_LINGER_SECONDS * 1000))
+
+
+class _Session:
+    def __init__(self) -> None:
+        # Until the worker admits it, a session may say who it is and nothing else, and have nothing allocated for it.
+        self.assembler = Assembler(frozenset({Kind.HELLO}), max_bytes=0)
+        self.admitted = False
+        self.lanes: set[int] = set()
+        self.number = 0
+
+    def admit(self) -> None:
+        self.assembler.allow(FROM_DRIVER, limits.MAX_MESSAGE_BYTES)
+        self.admitted = True

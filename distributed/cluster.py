@@ -1,0 +1,129 @@
+"""Configuration: which workers there are, and what is allowed. One TOML file in the user's configuration folder.
+
+A missing file means that there is no worker; a broken one is an error that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import limits
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class ConfigurationError(ValueError):
+    """The configuration cannot be used; the message names the file, the cause and the next step."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a worker listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A named set of workers and the policy towards them. No workers: everything runs on the driver."""
+
+    name: str
+    workers: tuple[Address, ...] = ()
+    allow_version_mismatch: bool = False
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """All clusters of the configuration file, and the one used by default."""
+
+    path: Path
+    exists: bool = False
+    default: str = "default"
+    clusters: dict[str, Cluster] = field(default_factory=dict)
+
+    def cluster(self, name: str | None = None) -> Cluster:
+        """The cluster `name` (default: the default one). Raises ConfigurationError if there is no such cluster."""
+        wanted = name or self.default
+        if wanted in self.clusters:
+            return self.clusters[wanted]
+        if name is None:
+            return Cluster(wanted)
+        known = ", ".join(self.clusters) or "none"
+        raise ConfigurationError(f"{self.path} has no cluster {name!r} (known: {known}); add it or choose another.")
+
+
+def configuration_folder() -> Path:
+    """The user's configuration folder for Monarch (MONARCH_CONFIG_DIR overrides it)."""
+    override = os.environ.get("MONARCH_CONFIG_DIR")
+    if override:
+        return Path(override)
+    if sys.platform == "win32":
+        base = os.environ.get("APPDATA") or str(Path.home() / "AppData" / "Roaming")
+    elif sys.platform == "darwin":
+        base = str(Path.home() / "Library" / "Application Support")
+    else:
+        base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "monarch"
+
+
+def configuration_file() -> Path:
+    return configuration_folder() / "monarch.toml"
+
+
+def load_configuration(path: Path | None = None) -> Configuration:
+    """Read the configuration. Raises ConfigurationError for a file that cannot be used."""
+    file = path or configuration_file()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Configuration(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be read ({error}); correct it or remove it.") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{file} is not valid TOML: {error}. Correct it or remove it.") from None
+    default = data.get("default", "default")
+    tables = data.get("clusters", {})
+    if not isinstance(default, str) or not isinstance(tables, dict):
+        raise ConfigurationError(f'{file}: "default" is a name and "clusters" a table; see the README for an example.')
+    clusters = {name: _cluster(file, name, table) for name, table in tables.items()}
+    return Configuration(file, True, default, clusters)
+
+
+def _cluster(file: Path, name: str, table: Any) -> Cluster:
+    known = {"workers", "allow_version_mismatch"}
+    if not isinstance(table, dict) or not isinstance(table.get("workers"), list):
+        raise ConfigurationError(f'{file}: cluster {name!r} needs a list, such as workers = ["127.0.0.1:7690"].')
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ConfigurationError(f"{file}: cluster {name!r} has unknown settings: {', '.join(unknown)}.")
+    allow = table.get("allow_version_mismatch", False)
+    if not isinstance(allow, bool):
+        raise ConfigurationError(f"{file}: allow_version_mismatch of cluster {name!r} is true or false.")
+    return Cluster(name, tuple(parse_address(file, item) for item in table["workers"]), allow)
+
+
+def parse_address(file: Path | str, text: Any) -> Address:
+    """`host`, `host:port`, `[v6]:port` or `[v6]`. Raises ConfigurationError that names `file`."""
+    if isinstance(text, str) and text.strip():
+        host, port = text.strip(), str(limits.DEFAULT_PORT)
+        if host.startswith("["):
+            host, _, rest = host[1:].partition("]")
+            port = rest.removeprefix(":") or port
+        elif host.count(":") == 1:
+            host, _, port = host.partition(":")
+        if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+            return Address(host, int(port))
+    raise ConfigurationError(f"{file}: {text!r} is not an address; write it as host:port, such as 127.0.0.1:7690.")

@@ -1,0 +1,332 @@
+"""Message <-> frames: a JSON header of bounded size and raw tensor bytes, nothing that could be executed.
+
+Knows nothing of sockets; channel decides where the frames travel. Everything read is checked before it is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import limits
+from .messages import Kind, Message
+
+MAGIC = b"MNRC"
+# magic, protocol version, kind, reserved, header bytes
+_PREFIX = struct.Struct("<4sBBHI")
+# magic, protocol version, reserved, tensor index, message number, byte offset
+_CHUNK = struct.Struct("<4sBxHIQQ")
+CHUNK_PREFIX_BYTES = _CHUNK.size
+
+
+class ProtocolError(ValueError):
+    """The other side sent something that is not this protocol. The channel it came from is closed."""
+
+
+class NotPlainData(TypeError):
+    """A value that cannot travel: it is neither plain data nor a tensor. `path` says where it stood."""
+
+    def __init__(self, path: str, value: object) -> None:
+        self.path = path
+        self.value = value
+        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Stands for a tensor that the other side already holds under `name`."""
+
+    name: int | str
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a header says of one tensor. `inline` tensors follow as frames, the others come in chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    inline: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message ready to be sent: control frames, and (index, bytes) of each tensor to be sent in chunks."""
+
+    number: int
+    control: list[Any]
+    chunked: list[tuple[int, memoryview]]
+    nbytes: int
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    found = {}
+    for name in dir(torch):
+        value = getattr(torch, name)
+        if isinstance(value, torch.dtype) and not name.startswith(("q", "bits")):
+            found[str(value).removeprefix("torch.")] = value
+    return found
+
+
+DTYPES: dict[str, torch.dtype] = _dtypes()
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of `tensor` (any shape and device), without a copy when it is contiguous on the CPU.
+
+    The view shares the tensor's memory: neither may be written until the bytes have been received.
+    """
+    plain = tensor.detach()
+    if plain.is_conj():
+        plain = plain.resolve_conj()
+    if plain.is_neg():
+        plain = plain.resolve_neg()
+    plain = plain.to("cpu").contiguous()
+    if plain.numel() == 0:
+        return memoryview(b"")
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def empty_tensor(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
+    """A new CPU tensor for `spec` and a writable view of its bytes."""
+    storage = torch.empty(spec.nbytes, dtype=torch.uint8)
+    if spec.nbytes == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype), memoryview(b"")
+    return storage.view(spec.dtype).reshape(spec.shape), memoryview(storage.numpy())
+
+
+# --- plain data with tensors in it -----------------------------------------------------------------------------------
+# JSON has no tuples, tensors or dtypes: they become an object with one key that starts with "~".
+
+
+def _pack(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            raise NotPlainData(path, value)
+        tensors.append(value)
+        return {"~t": len(tensors) - 1}
+    if isinstance(value, Kept):
+        return {"~k": value.name}
+    if isinstance(value, torch.dtype):
+        return {"~y": _DTYPE_NAMES[value]}
+    if isinstance(value, torch.Size):
+        return {"~z": list(value)}
+    if type(value) is list:
+        return [_pack(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"~u": [_pack(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("~") for key in value):
+            return {key: _pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
+        return {"~d": [[_pack(key, tensors, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]}
+    raise NotPlainData(path, value)
+
+
+def _unpack(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
+    if depth > limits.MAX_TREE_DEPTH:
+        raise ProtocolError("a message is nested too deeply")
+    if isinstance(value, list):
+        return [_unpack(item, tensors, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else ""
+    if not tag.startswith("~"):
+        return {key: _unpack(item, tensors, depth + 1) for key, item in value.items()}
+    content = value[tag]
+    try:
+        if tag == "~t":
+            return tensors[_index(content, len(tensors))]
+        if tag == "~k" and isinstance(content, (int, str)):
+            return Kept(content)
+        if tag == "~y":
+            return DTYPES[content]
+        if tag == "~z":
+            return torch.Size([_index(item, 1 << 48) for item in content])
+        if tag == "~u" and isinstance(content, list):
+            return tuple(_unpack(item, tensors, depth + 1) for item in content)
+        if tag == "~d":
+            return {_unpack(key, tensors, depth + 1): _unpack(item, tensors, depth + 1) for key, item in content}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a message holds a bad {tag} value") from error
+    raise ProtocolError(f"a message holds an unknown tag {tag!r}")
+
+
+def pack_plain(value: Any, path: str) -> tuple[Any, list[torch.Tensor]]:
+    """`value` as JSON data, and the tensors in it; nothing is copied. Raises NotPlainData for what cannot travel."""
+    tensors: list[torch.Tensor] = []
+    return _pack(value, tensors, path), tensors
+
+
+def replace_kept(value: Any, kept: dict[int | str, torch.Tensor]) -> Any:
+    """`value` with every Kept replaced by its tensor. Raises ProtocolError if one is not held."""
+    if isinstance(value, Kept):
+        if value.name not in kept:
+            raise ProtocolError(f"a message names tensor {value.name!r}, which is not held here")
+        return kept[value.name]
+    if type(value) is list:
+        return [replace_kept(item, kept) for item in value]
+    if type(value) is tuple:
+        return tuple(replace_kept(item, kept) for item in value)
+    if isinstance(value, dict):
+        return {key: replace_kept(item, kept) for key, item in value.items()}
+    return value
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> Encoded:
+    """Frames of `message`. Raises NotPlainData for a value that cannot travel, ValueError if it is over a limit."""
+    body, tensors = pack_plain(message.body, message.kind.name.lower())
+    views = [tensor_bytes(tensor) for tensor in tensors]
+    inline = [view.nbytes <= limits.INLINE_BYTES for view in views]
+    specs = [
+        [_DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes, int(is_inline)]
+        for tensor, view, is_inline in zip(tensors, views, inline, strict=True)
+    ]
+    header = json.dumps({"n": message.number, "b": body, "t": specs}, separators=(",", ":")).encode()
+    total = sum(view.nbytes for view in views)
+    if len(header) > limits.MAX_HEADER_BYTES or len(views) > limits.MAX_TENSORS or total > limits.MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"a {message.kind.name} message is too large to send: {len(header)} header bytes, {len(views)} tensors, "
+            f"{total} tensor bytes"
+        )
+    prefix = _PREFIX.pack(MAGIC, limits.PROTOCOL_VERSION, message.kind, 0, len(header))
+    control: list[Any] = [prefix + header]
+    control += [view for view, is_inline in zip(views, inline, strict=True) if is_inline]
+    chunked = [(i, view) for i, (view, is_inline) in enumerate(zip(views, inline, strict=True)) if not is_inline]
+    return Encoded(message.number, control, chunked, len(control[0]) + total)
+
+
+def chunk_prefix(number: int, index: int, offset: int) -> bytes:
+    """First frame of a chunk: bytes from `offset` of tensor `index` of message `number`."""
+    return _CHUNK.pack(MAGIC, limits.PROTOCOL_VERSION, 0, index, number, offset)
+
+
+def parse_chunk_prefix(frame: memoryview) -> tuple[int, int, int]:
+    """(message number, tensor index, byte offset) of a chunk. Raises ProtocolError."""
+    if frame.nbytes != _CHUNK.size:
+        raise ProtocolError("a chunk has a malformed prefix")
+    magic, version, _, index, number, offset = _CHUNK.unpack(frame)
+    if magic != MAGIC or version != limits.PROTOCOL_VERSION:
+        raise ProtocolError("a chunk is not of this protocol")
+    return number, index, offset
+
+
+class PartialMessage:
+    """A message whose header was read and whose chunks are still coming in."""
+
+    def __init__(
+        self, frames: list[memoryview], allowed: frozenset[Kind], max_bytes: int = limits.MAX_MESSAGE_BYTES
+    ) -> None:
+        """Check `frames` of the control lane and allocate at most `max_bytes` of tensors. Raises ProtocolError."""
+        self.kind, header = _parse_header(frames[0], allowed)
+        self.number, self._body, specs = _check_header(header, max_bytes)
+        self._tensors: list[torch.Tensor] = []
+        self._missing: dict[int, tuple[memoryview, set[int]]] = {}
+        self._missing_bytes = 0
+        inline = frames[1:]
+        if len(inline) != sum(spec.inline for spec in specs):
+            raise ProtocolError("a message has a wrong number of frames")
+        for index, spec in enumerate(specs):
+            if spec.inline and inline[0].nbytes != spec.nbytes:
+                raise ProtocolError("a tensor frame has a wrong length")
+            tensor, view = empty_tensor(spec)
+            self._tensors.append(tensor)
+            if spec.inline:
+                view[:] = inline.pop(0)
+            else:
+                self._missing[index] = (view, set())
+                self._missing_bytes += spec.nbytes
+        self.nbytes = frames[0].nbytes + sum(spec.nbytes for spec in specs)
+
+    def add_chunk(self, index: int, offset: int, payload: memoryview) -> None:
+        """Place one chunk. Raises ProtocolError when it lies outside its tensor or comes twice."""
+        if index not in self._missing:
+            raise ProtocolError("a chunk names a tensor that takes none")
+        view, seen = self._missing[index]
+        if offset in seen or offset % limits.CHUNK_BYTES or offset >= view.nbytes:
+            raise ProtocolError("a chunk lies outside its tensor")
+        if payload.nbytes != min(limits.CHUNK_BYTES, view.nbytes - offset):
+            raise ProtocolError("a chunk has a wrong length")
+        view[offset : offset + payload.nbytes] = payload
+        seen.add(offset)
+        self._missing_bytes -= payload.nbytes
+
+    @property
+    def complete(self) -> bool:
+        return self._missing_bytes == 0
+
+    def message(self) -> Message:
+        """The message, once complete. Raises ProtocolError for a malformed body."""
+        body = _unpack(self._body, self._tensors)
+        if not isinstance(body, dict):
+            raise ProtocolError("a message has no body")
+        return Message(self.kind, self.number, body)
+
+
+def _parse_header(frame: memoryview, allowed: frozenset[Kind]) -> tuple[Kind, dict[str, Any]]:
+    if not _PREFIX.size <= frame.nbytes <= _PREFIX.size + limits.MAX_HEADER_BYTES:
+        raise ProtocolError("a message header has an impossible size")
+    magic, version, kind, _, length = _PREFIX.unpack(frame[: _PREFIX.size])
+    if magic != MAGIC:
+        raise ProtocolError("a message is not of this protocol")
+    if version != limits.PROTOCOL_VERSION:
+        raise ProtocolError(f"a message is of protocol {version}, this side speaks {limits.PROTOCOL_VERSION}")
+    if length != frame.nbytes - _PREFIX.size:
+        raise ProtocolError("a message header has a wrong length")
+    if kind not in allowed:
+        raise ProtocolError(f"a message of kind {kind} is not allowed here")
+    try:
+        header = json.loads(bytes(frame[_PREFIX.size :]))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("a message header is not JSON") from error
+    if not isinstance(header, dict):
+        raise ProtocolError("a message header is not an object")
+    return Kind(kind), header
+
+
+def _check_header(header: dict[str, Any], max_bytes: int) -> tuple[int, Any, list[TensorSpec]]:
+    raw = header.get("t")
+    if not isinstance(raw, list) or len(raw) > limits.MAX_TENSORS:
+        raise ProtocolError("a message lists too many tensors")
+    number = _index(header.get("n"), 1 << 63)
+    specs = [_check_spec(item) for item in raw]
+    if sum(spec.nbytes for spec in specs) > max_bytes:
+        raise ProtocolError("a message is larger than allowed")
+    return number, header.get("b"), specs
+
+
+def _check_spec(item: Any) -> TensorSpec:
+    if not isinstance(item, list) or len(item) != 4 or not isinstance(item[1], list):
+        raise ProtocolError("a tensor is described wrongly")
+    name, shape, nbytes, inline = item
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ProtocolError("a tensor has an unknown dtype")
+    if len(shape) > limits.MAX_TENSOR_DIMS:
+        raise ProtocolError("a tensor has too many dimensions")
+    dims = tuple(_index(size, 1 << 48) for size in shape)
+    expected = math.prod(dims) * dtype.itemsize
+    if _index(nbytes, limits.MAX_MESSAGE_BYTES + 1) != expected:
+        raise ProtocolError("a tensor's length does not match its shape")
+    if bool(inline) != (nbytes <= limits.INLINE_BYTES):
+        raise ProtocolError("a tensor travels the wrong way")
+    return TensorSpec(dtype, dims, nbytes, bool(inline))
+
+
+def _index(value: Any, below: int) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise ProtocolError("a message holds a number out of range")
+    return value

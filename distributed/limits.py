@@ -1,0 +1,71 @@
+"""Every limit and default of the engine, in one table.
+
+Sizes are bytes, times are seconds. Sizes that arrive from the network are checked against these before any allocation.
+"""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Protocol
+PROTOCOL_VERSION = 1
+DEFAULT_PORT = 7690
+
+# One message
+MAX_HEADER_BYTES = 32 * MIB
+MAX_TENSORS = 65_536
+MAX_TENSOR_DIMS = 16
+MAX_MESSAGE_BYTES = 4 * GIB
+MAX_TREE_DEPTH = 32
+# A LoRA can be larger than one message; its tensors go in batches of this size.
+TENSOR_BATCH_BYTES = 256 * MIB
+
+# Channel
+DATA_LANES = 2
+MAX_LANES = 16
+CHUNK_BYTES = 1 * MIB
+# Tensors below this travel inside their message on the control lane: a chunk would cost more than it saves.
+INLINE_BYTES = 64 * 1024
+# Chunks of messages whose header has not arrived yet (lanes are separate connections, so they can overtake it).
+MAX_EARLY_CHUNK_BYTES = 1 * GIB
+LANE_QUEUE_MESSAGES = 512
+POLL_SECONDS = 0.05
+CLOSE_LINGER_SECONDS = 0.25
+
+# Liveness: a peer is lost after HEARTBEAT_INTERVAL + HEARTBEAT_TIMEOUT of silence at the latest, never for being slow.
+HEARTBEAT_INTERVAL = 0.5
+HEARTBEAT_TIMEOUT = 1.25
+CONNECT_TIMEOUT = 2.0
+HELLO_TIMEOUT = 5.0
+# A live worker that takes or gives nothing for this long is stuck.
+STALL_TIMEOUT = 600.0
+# Connections that have not said HELLO yet; the oldest are forgotten first.
+MAX_STRANGERS = 64
+# How often a worker makes sure that the driver it serves is still connected.
+DRIVER_PROBE_INTERVAL = 0.5
+
+# Tensors a run keeps on the worker so that they are not sent again (prompt embeddings, masks).
+RUN_TENSOR_CACHE_BYTES = 512 * MIB
+RUN_TENSOR_VERSIONS = 8
+# Weight-patch tensors (LoRA) a worker keeps between runs.
+PATCH_TENSOR_CACHE_BYTES = 4 * GIB
+
+# File streaming
+FILE_CHUNK_BYTES = 4 * MIB
+FILE_WINDOW_CHUNKS = 8
+FILE_CACHE_BYTES = 200 * GIB
+# Left free on the disk that holds the cache.
+FILE_CACHE_RESERVE_BYTES = 2 * GIB
+DIGEST_BLOCK_BYTES = 1 * MIB
+DIGEST_BLOCKS = 16
+
+# Split or not (see plan)
+TRIAL_FORWARDS = 2
+# A split has to beat one machine by this much to be kept.
+WORTHWHILE_RATIO = 0.97
+PACE_SMOOTHING = 0.5
+
+# Largest relative difference (norm of the difference over norm) between driver and worker on the same rows.
+CHECK_TOLERANCE_32BIT = 1e-3
+CHECK_TOLERANCE_16BIT = 6e-2

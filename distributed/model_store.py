@@ -1,0 +1,226 @@
+"""The worker's ComfyUI: finds model files, loads them, keeps the models that memory allows, and runs their forwards.
+
+Builds replicas from recipes; the serving loop is worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .codec import ProtocolError, pack_plain
+from .files import FileRef, file_digest
+from .replica import add_weight_patches
+from .versions import own_versions
+
+# Keys of transformer_options that hold code in ComfyUI: nothing from the network may set them.
+_CODE_OPTIONS = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
+_BASE_KEYS = ("loader", "options", "dtype", "compute_dtype")
+_MODEL_HEADROOM = 1.1
+
+
+class ComfyRuntime:
+    """A runtime (see worker) that computes with the ComfyUI in folder `comfyui`. Create it before importing comfy."""
+
+    def __init__(self, comfyui: Path, arguments: list[str]) -> None:
+        """`arguments` are ComfyUI's own command line flags, such as --base-directory or --use-sage-attention."""
+        version = _import_comfyui(comfyui, arguments)
+        import comfy.model_management as model_management
+
+        self.versions = own_versions(comfyui, version)
+        self._model_management = model_management
+        self._models: OrderedDict[str, Any] = OrderedDict()
+        self._loaded: Any = None
+
+    def describe(self) -> dict[str, str]:
+        device = self._model_management.get_torch_device()
+        memory = self._model_management.get_total_memory(device)
+        name = self._model_management.get_torch_device_name(device)
+        return {"device": name, "memory": f"{memory / 1e9:.0f} GB"}
+
+    def find(self, ref: FileRef) -> Path | None:
+        import folder_paths
+
+        if ref.folder not in ("diffusion_models", "checkpoints"):
+            return None
+        found = folder_paths.get_full_path(ref.folder, ref.name)
+        path = Path(found) if found else None
+        if path is not None and path.stat().st_size == ref.bytes and file_digest(path) == ref.digest:
+            return path
+        return None
+
+    def build(self, tree: dict[str, Any], path: Path, key: str) -> ComfyReplica:
+        base = self._base(tree, path)
+        patcher = base.clone()
+        patched = add_weight_patches(patcher, tree["patches"])
+        if patcher.get_model_object("manual_cast_dtype") != tree["compute_dtype"]:
+            patcher.set_model_compute_dtype(tree["compute_dtype"])
+        # The same recipe gets the same identity, so that a run with unchanged patches finds its weights loaded.
+        patcher.patches_uuid = key
+        self._loaded = None
+        return ComfyReplica(self, patcher, patched)
+
+    def _base(self, tree: dict[str, Any], path: Path) -> Any:
+        key = json.dumps([pack_plain({name: tree[name] for name in _BASE_KEYS}, "recipe")[0], file_digest(path)])
+        if key not in self._models:
+            self._make_room(path)
+            self._models[key] = self._load(tree, path)
+        self._models.move_to_end(key)
+        return self._models[key]
+
+    def _load(self, tree: dict[str, Any], path: Path) -> Any:
+        import comfy.sd
+
+        options = dict(tree["options"])
+        if not set(options) <= {"dtype", "weight_dtype", "fp8_optimizations"}:
+            raise ProtocolError("a recipe holds unknown loader options")
+        # The driver's own choice, which may have depended on its free memory.
+        options["dtype"] = tree["dtype"]
+        if tree["loader"] == "load_diffusion_model":
+            patcher = comfy.sd.load_diffusion_model(str(path), model_options=options)
+        elif tree["loader"] == "load_checkpoint_guess_config":
+            patcher = comfy.sd.load_checkpoint_guess_config(
+                str(path), output_vae=False, output_clip=False, output_clipvision=False, model_options=options
+            )[0]
+        else:
+            raise ProtocolError("a recipe names an unknown loader")
+        if patcher.model.get_dtype() != tree["dtype"]:
+            raise RuntimeError(
+                f"{path.name} was loaded as {patcher.model.get_dtype()} here and as {tree['dtype']} on the driver; "
+                "start both with the same ComfyUI options"
+            )
+        return patcher
+
+    def _make_room(self, path: Path) -> None:
+        """Drop models until `path` fits into memory. Raises MemoryError with the numbers if it never will.
+
+        On a machine whose GPU shares its memory, running out ends the process or the host, not the call.
+        """
+        import psutil
+
+        needed = int(path.stat().st_size * _MODEL_HEADROOM)
+        while (available := psutil.virtual_memory().available) < needed:
+            if not self._models:
+                raise MemoryError(
+                    f"{path.name} needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available on the worker"
+                )
+            _, model = self._models.popitem(last=False)
+            self._loaded = None
+            self._model_management.unload_all_models()
+            del model
+            self._model_management.soft_empty_cache()
+
+    def use(self, patcher: Any, input_shape: list[int]) -> None:
+        """Have `patcher` on its device, ready for a forward on inputs of this shape."""
+        if self._loaded is patcher:
+            return
+        self._model_management.load_models_gpu([patcher], memory_required=patcher.memory_required(input_shape))
+        patcher.pre_run()
+        self._loaded = patcher
+
+    def interrupt(self, on: bool) -> None:
+        self._model_management.interrupt_current_processing(on)
+
+
+class ComfyReplica:
+    """A patched MODEL on this worker."""
+
+    def __init__(self, runtime: ComfyRuntime, patcher: Any, patched: int) -> None:
+        self.patched = patched
+        self._runtime = runtime
+        self._patcher = patcher
+
+    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Output of `diffusion_model(*args, **kwargs)` on this worker's device."""
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        self._runtime.use(self._patcher, list(first.shape))
+        options = dict(kwargs.get("transformer_options") or {})
+        if any(name in options for name in _CODE_OPTIONS):
+            raise ProtocolError("transformer_options from the network hold code")
+        if hasattr(self._patcher, "is_dynamic"):
+            options["prefetch_dynamic_vbars"] = self._patcher.is_dynamic()
+        placed = _to_device({**kwargs, "transformer_options": options}, self._patcher.load_device)
+        with torch.inference_mode():
+            return self._patcher.model.diffusion_model(*_to_device(args, self._patcher.load_device), **placed)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    return value
+
+
+def _import_comfyui(comfyui: Path, arguments: list[str]) -> str:
+    """Import ComfyUI as its main.py does, as far as models need it. Returns its version."""
+    sys.path.insert(0, str(comfyui))
+    accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
+    cpu = [] if accelerated or "--cpu" in arguments else ["--cpu"]
+    previous, sys.argv = sys.argv, ["main.py", *arguments, *cpu]
+    try:
+        import comfy.options
+
+        comfy.options.enable_args_parsing()
+        import comfy.cli_args
+    finally:
+        sys.argv = previous
+    dynamic = _start_dynamic_memory(comfy.cli_args.args)
+    import comfy.sd  # noqa: F401  (takes seconds; better now than when the first driver waits)
+    import utils.extra_config
+
+    for config in _path_configs(comfyui, comfy.cli_args.args):
+        utils.extra_config.load_extra_path_config(str(config))
+    if dynamic:
+        _use_dynamic_memory(comfy.cli_args.args)
+    from comfyui_version import __version__ as version
+
+    return version
+
+
+def _path_configs(comfyui: Path, args: Any) -> list[Path]:
+    own = comfyui / "extra_model_paths.yaml"
+    named = [Path(path) for group in args.extra_model_paths_config or [] for path in group]
+    return [*([own] if own.is_file() else []), *named]
+
+
+def _start_dynamic_memory(args: Any) -> bool:
+    """Load weights the way the driver's ComfyUI does: LoRA results differ between its two ways in the last bits."""
+    try:
+        from comfy.cli_args import enables_dynamic_vram
+        import comfy_aimdo.control
+    except ImportError:
+        return False
+    if args.cpu or not enables_dynamic_vram():
+        return False
+    try:
+        comfy_aimdo.control.init(simple_vram_headroom=None, nvml_pressure=not args.disable_nvml_pressure)
+    except TypeError:
+        comfy_aimdo.control.init()
+    return True
+
+
+def _use_dynamic_memory(args: Any) -> None:
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy_aimdo.control
+
+    devices = comfy.model_management.get_all_torch_devices()
+    try:
+        started = comfy_aimdo.control.init_devices((d.index, int(args.vram_headroom * 1024**3)) for d in devices)
+    except TypeError:
+        started = comfy_aimdo.control.init_devices(d.index for d in devices)
+    if started:
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+    else:
+        logging.warning("comfy-aimdo does not work here; models are loaded whole")

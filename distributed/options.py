@@ -1,0 +1,77 @@
+"""What of transformer_options travels to a worker, and what stands in the way of a split.
+
+Plain data travels. Python code that would run inside the forward cannot, so it is named and the forward runs locally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .codec import NotPlainData, pack_plain
+
+# Bookkeeping of the driver's ComfyUI that no forward on a worker may see.
+_DRIVER_ONLY = frozenset(
+    {"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override", "uuids"}
+    | {"prefetch_dynamic_vbars", "multigpu_thread_device"}
+)
+# Wrapper kinds that run around the forward, on the driver. DIFFUSION_MODEL wrappers run inside it.
+_OUTSIDE = frozenset(
+    {"outer_sample", "prepare_sampling", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model"}
+)
+
+
+class NotReproducible(Exception):
+    """A MODEL or a forward that a worker cannot reproduce; `reasons` name what stands in the way."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        super().__init__("; ".join(self.reasons))
+
+
+def owner(code: object) -> str:
+    """Name of a callable and where it comes from, for a message to a person."""
+    target = getattr(code, "__func__", code)
+    if not hasattr(target, "__qualname__"):
+        target = type(target)
+    module = str(getattr(target, "__module__", "")).replace("_x_", ".").replace("\\", "/")
+    module = module.rsplit("custom_nodes/", 1)[-1].rsplit("custom_nodes.", 1)[-1]
+    name = str(getattr(target, "__qualname__", "")).split(".<locals>")[0]
+    return f"{name} ({module})" if module else name
+
+
+def code_in_the_forward(options: dict[str, Any]) -> list[str]:
+    """Reasons why a forward with these transformer_options cannot be reproduced elsewhere; empty if there are none."""
+    reasons = []
+    for kind, by_key in (options.get("wrappers") or {}).items():
+        if kind not in _OUTSIDE:
+            reasons += [
+                f"a model wrapper runs inside the forward: {key or owner(functions[0])}"
+                for key, functions in by_key.items()
+                if functions
+            ]
+    for name, functions in (options.get("patches") or {}).items():
+        reasons += [f"a patch runs inside the forward: {name}, {owner(function)}" for function in functions]
+    for name, blocks in (options.get("patches_replace") or {}).items():
+        reasons += [f"a patch replaces a part of the forward: {name}, {owner(code)}" for code in blocks.values()]
+    override = options.get("optimized_attention_override")
+    if override is not None:
+        reasons.append(f"attention is overridden: {owner(override)}")
+    return list(dict.fromkeys(reasons))
+
+
+def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The part of transformer_options that travels. Raises NotReproducible with what cannot."""
+    reasons = code_in_the_forward(options)
+    plain = {}
+    for name, value in options.items():
+        if name in _DRIVER_ONLY:
+            continue
+        try:
+            pack_plain(value, name)
+            plain[name] = value
+        except NotPlainData as error:
+            reasons.append(f"transformer_options[{name!r}] holds {owner(error.value)}, which cannot be sent")
+    if reasons:
+        raise NotReproducible(reasons)
+    return plain

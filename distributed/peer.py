@@ -1,0 +1,248 @@
+"""The driver's handle of one worker during one run: greet, prepare a replica, compute shares, tell of its loss.
+
+Sends and waits for one worker; which rows it gets and what happens when it fails is session's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import limits
+from .channel import ChannelLost, DriverChannel
+from .cluster import Address
+from .codec import Kept
+from .files import read_chunks
+from .messages import Kind, Message
+from .recipe import Recipe
+from .rows import Call
+from .versions import Versions, mismatch
+
+
+class PeerFailed(Exception):
+    """This worker takes no part in the run any more; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Output of a worker's share (tensor or list of tensors, on the CPU) and the seconds it computed."""
+
+    output: Any
+    seconds: float
+
+
+class Peer:
+    """One worker in one run. Every wait calls `check`, which raises to stop the run (an interrupt)."""
+
+    def __init__(self, address: Address, check: Callable[[], None]) -> None:
+        self.address = str(address)
+        self.name = self.address
+        self.worker_id = ""
+        self.ready = False
+        self._host, self._port = address.host, address.port
+        self._check = check
+        self._channel: DriverChannel | None = None
+        self._kept = _KeptTensors()
+        self._answers: dict[int, Message] = {}
+        self._prepared = 0
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) in this run."""
+        return (self._channel.sent_bytes, self._channel.received_bytes) if self._channel else (0, 0)
+
+    # --- greeting and preparing ---------------------------------------------------------------------------------
+
+    def connect(self, versions: Versions, *, allow_mismatch: bool) -> list[str]:
+        """Greet the worker. Returns warnings; raises PeerFailed if it cannot serve this driver."""
+        try:
+            self._channel = DriverChannel(self._host, self._port)
+            number = self._channel.send(Kind.HELLO, {"lanes": self._channel.lanes, **versions.as_dict()})
+            try:
+                answer = self._wait(number, timeout=limits.HELLO_TIMEOUT)
+            except TimeoutError:
+                raise PeerFailed(
+                    f"what listens at {self.address} does not answer as a Monarch worker of this version; "
+                    "start the worker of the same pack there"
+                ) from None
+        except ChannelLost as error:
+            raise PeerFailed(str(error)) from None
+        if answer.kind is not Kind.WELCOME:
+            raise PeerFailed(f"the worker at {self.address} refused: {answer.body.get('reason')}")
+        self.name = str(answer.body.get("name") or self.address)
+        self.worker_id = str(answer.body.get("worker_id"))
+        refusal, warnings = mismatch(versions, Versions.from_message(answer.body), self.name)
+        if refusal and not allow_mismatch:
+            raise PeerFailed(refusal)
+        return [*([refusal] if refusal else []), *warnings]
+
+    def prepare(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
+        """Have the worker build a replica of `recipe`; sends what it lacks. Returns while the worker still loads.
+
+        `progress(done, total)` is called in bytes while a file is sent. Raises PeerFailed.
+        """
+        channel = self._open_channel()
+        try:
+            self._prepared = channel.send(Kind.PREPARE, {"recipe": recipe.tree, "file": recipe.file.as_dict()})
+            need = self._wait(self._prepared)
+            if need.kind is not Kind.NEED:
+                raise PeerFailed(f"{self.name}: {need.body.get('reason', 'did not answer')}")
+            for batch in recipe.tensor_batches(need.body["tensors"]):
+                channel.send(Kind.TENSORS, {"for": self._prepared, "tensors": batch}, while_full=self._check)
+            if need.body["file"]:
+                self._send_file(recipe, progress)
+        except ChannelLost as error:
+            raise PeerFailed(f"{self.name}: {error}") from None
+        except OSError as error:
+            raise PeerFailed(f"{recipe.path} cannot be read: {error}") from None
+
+    def _send_file(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
+        channel, total = self._open_channel(), recipe.file.bytes
+        begun = channel.send(Kind.FILE_BEGIN, {"file": recipe.file.as_dict()})
+        digest = hashlib.blake2b(digest_size=20)
+        acknowledged = sent = 0
+        for offset, chunk in read_chunks(recipe.path):
+            digest.update(chunk)
+            data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+            channel.send(Kind.FILE_CHUNK, {"offset": offset, "data": data}, while_full=self._check)
+            sent = offset + len(chunk)
+            while sent - acknowledged > limits.FILE_CHUNK_BYTES * limits.FILE_WINDOW_CHUNKS:
+                acknowledged = self._acknowledged(begun)
+                progress(acknowledged, total)
+        channel.send(Kind.FILE_END, {"digest": digest.hexdigest()})
+        while acknowledged < sent:
+            acknowledged = self._acknowledged(begun)
+            progress(acknowledged, total)
+
+    def _acknowledged(self, begun: int) -> int:
+        answer = self._wait(begun)
+        if answer.kind is Kind.FAILED:
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+        return int(answer.body["bytes"])
+
+    def wait_ready(self, recipe: Recipe) -> None:
+        """Wait until the worker has built exactly `recipe`. Raises PeerFailed."""
+        if self.ready:
+            return
+        answer = self._wait_or_fail(self._prepared)
+        if answer.kind is not Kind.READY or answer.body.get("digest") != recipe.digest:
+            reason = answer.body.get("reason", "it built another model than it was asked for")
+            raise PeerFailed(f"{self.name}: {reason}")
+        self.ready = True
+
+    # --- forwards -----------------------------------------------------------------------------------------------
+
+    def start(self, call: Call) -> int:
+        """Send the share `call`; its transformer_options are plain. Returns a ticket for `finish`. Raises PeerFailed."""
+        fresh: dict[int | str, torch.Tensor] = {}
+        kwargs = {
+            name: value if name in ("control", "transformer_options") else self._kept.place(name, value, fresh)
+            for name, value in call.kwargs.items()
+        }
+        body = {"args": list(call.args), "kwargs": kwargs, "keep": fresh, "drop": self._kept.take_dropped()}
+        try:
+            return self._open_channel().send(Kind.FORWARD, body, while_full=self._check)
+        except ChannelLost as error:
+            raise PeerFailed(f"{self.name}: {error}") from None
+
+    def arrived(self, ticket: int) -> bool:
+        """Whether `finish` would return (or raise) without waiting."""
+        try:
+            self._collect(0)
+        except ChannelLost:
+            return True
+        return ticket in self._answers
+
+    def finish(self, ticket: int) -> Share:
+        """Wait for the output of a share, however long the worker computes. Raises PeerFailed."""
+        answer = self._wait_or_fail(ticket)
+        if answer.kind is not Kind.RESULT:
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+        return Share(answer.body["output"], float(answer.body["seconds"]))
+
+    def close(self, *, cancel: bool) -> None:
+        """End the run on the worker; with `cancel` it also stops what it computes."""
+        if self._channel is None:
+            return
+        try:
+            if not self._channel.lost:
+                self._channel.send(Kind.CANCEL if cancel else Kind.END, {})
+        except ChannelLost:
+            pass  # nothing to tell a worker that is gone
+        finally:
+            self._channel.close()
+            self._kept = _KeptTensors()
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    def _open_channel(self) -> DriverChannel:
+        if self._channel is None:
+            raise PeerFailed(f"{self.address} is not connected")
+        return self._channel
+
+    def _wait_or_fail(self, number: int) -> Message:
+        try:
+            return self._wait(number)
+        except ChannelLost as error:
+            raise PeerFailed(f"{self.name}: {error}") from None
+
+    def _wait(self, number: int, timeout: float | None = None) -> Message:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while number not in self._answers:
+            self._check()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
+            self._collect(limits.POLL_SECONDS)
+        return self._answers.pop(number)
+
+    def _collect(self, timeout: float) -> None:
+        for message in self._open_channel().receive(timeout):
+            answered = message.body.get("for")
+            if isinstance(answered, int):
+                self._answers[answered] = message
+
+
+class _KeptTensors:
+    """What the worker holds of this run's unchanging tensors, so that they are named instead of sent.
+
+    Compares with what was sent (exact, on the tensor's own device) rather than trusting names or addresses.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._bytes = 0
+        self._next = 0
+        self._dropped: list[int] = []
+
+    def place(self, path: str, value: Any, fresh: dict[int | str, torch.Tensor]) -> Any:
+        """`value` with large tensors replaced by names; those not held yet are added to `fresh`."""
+        if type(value) in (list, tuple):
+            return type(value)(self.place(f"{path}[{i}]", item, fresh) for i, item in enumerate(value))
+        if not isinstance(value, torch.Tensor) or value.nbytes <= limits.INLINE_BYTES // 16:
+            return value
+        versions = self._versions.setdefault(path, [])
+        for position, (name, held) in enumerate(versions):
+            if held.shape == value.shape and held.dtype == value.dtype and torch.equal(held, value):
+                versions.append(versions.pop(position))
+                return Kept(name)
+        if self._bytes + value.nbytes > limits.RUN_TENSOR_CACHE_BYTES:
+            return value
+        if len(versions) >= limits.RUN_TENSOR_VERSIONS:
+            name, held = versions.pop(0)
+            self._dropped.append(name)
+            self._bytes -= held.nbytes
+        self._next += 1
+        # A copy: a forward that writes into its arguments must not change what is compared with.
+        versions.append((self._next, value.detach().clone()))
+        self._bytes += value.nbytes
+        fresh[self._next] = value
+        return Kept(self._next)
+
+    def take_dropped(self) -> list[int]:
+        dropped, self._dropped = self._dropped, []
+        return dropped

@@ -1,0 +1,121 @@
+"""Decides which nodes compute how many rows, and whether splitting pays, from what earlier forwards cost.
+
+Knows only numbers: rows, seconds, node names. What a forward is, and how it is sent, is left to session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from . import limits
+
+# A verdict against splitting is tried again after this many seconds: the other machine may have been busy.
+_VERDICT_SECONDS = 600.0
+_REMEMBERED_KINDS = 256
+_FORGIVENESS = 1.05
+
+
+def share_rows(rows: int, paces: Sequence[float]) -> list[int]:
+    """Rows for each node so that the slowest finishes first: sum is `rows`, paces are rows per second.
+
+    Ties go to the earlier node. Nodes may get no rows.
+    """
+    shares = [0] * len(paces)
+    for _ in range(rows):
+        finish = [(share + 1) / pace for share, pace in zip(shares, paces, strict=True)]
+        shares[finish.index(min(finish))] += 1
+    return shares
+
+
+@dataclass
+class Costs:
+    """What forwards of one kind (model, shapes, nodes) have cost, in seconds."""
+
+    paces: dict[str, float] = field(default_factory=dict)
+    alone: float | None = None
+    alone_is_cold: bool = True
+    trials: list[float] = field(default_factory=list)
+    splits_from: float = 0.0
+
+    def pace(self, node: str) -> float | None:
+        return self.paces.get(node)
+
+    def record_pace(self, node: str, rows: int, seconds: float) -> None:
+        """A node computed `rows` rows in `seconds`."""
+        if rows < 1 or seconds <= 0:
+            return
+        pace = rows / seconds
+        known = self.paces.get(node)
+        self.paces[node] = pace if known is None else known + limits.PACE_SMOOTHING * (pace - known)
+
+    def record_alone(self, seconds: float, *, first_of_run: bool) -> None:
+        """The driver computed all rows of a forward. The first forward of a run also pays for warming up."""
+        self.alone = seconds if self.alone is None else min(self.alone, seconds)
+        self.alone_is_cold = self.alone_is_cold and first_of_run
+
+    def record_split(self, seconds: float) -> None:
+        self.trials = [*self.trials, seconds][-limits.TRIAL_FORWARDS :]
+
+    def alone_estimate(self, rows: int, driver: str) -> float | None:
+        """Seconds the driver alone needs for `rows` rows. Rows at its own pace are an upper bound: batching only helps."""
+        pace = self.paces.get(driver)
+        linear = rows / pace if pace else None
+        known = [seconds for seconds in (self.alone, linear) if seconds is not None]
+        return min(known) if known else None
+
+
+class History:
+    """Costs per kind of forward, bounded; shared by the runs of one process."""
+
+    def __init__(self) -> None:
+        self._costs: OrderedDict[Hashable, Costs] = OrderedDict()
+
+    def costs(self, kind: Hashable) -> Costs:
+        costs = self._costs.setdefault(kind, Costs())
+        self._costs.move_to_end(kind)
+        while len(self._costs) > _REMEMBERED_KINDS:
+            self._costs.popitem(last=False)
+        return costs
+
+
+def shares(costs: Costs, nodes: Sequence[str], rows: int) -> list[int]:
+    """Rows per node by measured pace, at least one for the first node, which is the driver.
+
+    Nodes not measured yet count as fast as the average of the others. One that was too slow to get a row is taken to
+    be a little faster each time, so that it is tried again.
+    """
+    known = [pace for node in nodes if (pace := costs.pace(node))]
+    default = sum(known) / len(known) if known else 1.0
+    result = share_rows(rows, [costs.pace(node) or default for node in nodes])
+    if result[0] == 0:
+        result[result.index(max(result))] -= 1
+        result[0] = 1
+    for node, share in zip(nodes, result, strict=True):
+        if share == 0 and node in costs.paces:
+            costs.paces[node] *= _FORGIVENESS
+    return result
+
+
+def wants_measure_alone(costs: Costs) -> bool:
+    """Whether the next forward should run on the driver alone, to know what a split has to beat."""
+    if costs.alone is None:
+        return True
+    # A first forward that was slowed by warming up says too little to judge a split by.
+    return costs.alone_is_cold and len(costs.trials) >= limits.TRIAL_FORWARDS
+
+
+def pays(costs: Costs, rows: int, driver: str) -> bool:
+    """Whether to go on splitting forwards of this kind. Remembers a verdict against it for a while."""
+    if time.monotonic() < costs.splits_from:
+        return False
+    if len(costs.trials) < limits.TRIAL_FORWARDS or costs.alone_is_cold:
+        return True
+    alone = costs.alone_estimate(rows, driver)
+    if alone is None or min(costs.trials) <= limits.WORTHWHILE_RATIO * alone:
+        return True
+    costs.splits_from = time.monotonic() + _VERDICT_SECONDS
+    costs.trials = []
+    return False

@@ -1,0 +1,219 @@
+"""MODEL -> recipe, or the reasons why it cannot be rebuilt elsewhere; recipe -> the weight patches of a replica.
+
+The one place that knows how ComfyUI keeps loaders, files, dtypes and weight patches in a ModelPatcher.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .codec import Kept, NotPlainData, pack_plain
+from .files import FileRef, file_digest
+from .options import NotReproducible, code_in_the_forward, owner
+from .recipe import Recipe, tensor_digest
+
+# Where our loader notes how it loaded a MODEL, for a ComfyUI that does not do so itself (before 0.15).
+LOADED_WITH = "monarch_loaded_with"
+# Loaders of ComfyUI that a worker can call, and the model folders they read from.
+_LOADERS = {"load_diffusion_model": ("diffusion_models",), "load_checkpoint_guess_config": ("checkpoints",)}
+_LOADER_OPTIONS = ("dtype", "weight_dtype", "fp8_optimizations")
+# Where a model is kept is each machine's own business.
+_OWN_OPTIONS = ("load_device", "offload_device")
+# Callbacks that leave the forward as it is.
+_HARMLESS_CALLBACKS = ("on_clone", "on_cleanup", "on_detach_after", "on_deepclone_multigpu", "on_match_multigpu_clones")
+_PATCH_KINDS = ("diff", "set", "model_as_lora")
+
+
+def describe(patcher: Any) -> Recipe:
+    """The recipe of a MODEL (comfy ModelPatcher). Raises NotReproducible with every reason against it."""
+    reasons = list(_foreign_code(patcher))
+    loader, path, options = "", None, {}
+    try:
+        loader, path, options = _loaded_with(patcher)
+    except NotReproducible as error:
+        reasons += error.reasons
+    patches, tensors = _patches(patcher, reasons)
+    if reasons or path is None:
+        raise NotReproducible(reasons)
+    tree = {
+        "loader": loader,
+        "options": options,
+        "dtype": patcher.model.get_dtype(),
+        "compute_dtype": patcher.get_model_object("manual_cast_dtype"),
+        "patches": patches,
+    }
+    return Recipe(tree, _file_ref(path, _LOADERS[loader]), path, tensors)
+
+
+def _foreign_code(patcher: Any) -> Iterable[str]:
+    """Everything attached to a MODEL that changes what its forward computes and cannot travel."""
+    # Wrappers of the MODEL are in transformer_options by the time a run begins, too; nodes ask before that.
+    yield from code_in_the_forward({**patcher.model_options.get("transformer_options", {}), "wrappers": patcher.wrappers})
+    for key in patcher.object_patches:
+        if key.split(".")[0] == "diffusion_model":
+            yield f"a node replaced {key} of the model"
+    for name in patcher.weight_wrapper_patches:
+        yield f"a node wrapped the weight {name}"
+    for key in patcher.injections:
+        yield f"a node injects code into the model: {key}"
+    if patcher.hook_patches:
+        yield "the prompt carries LoRA hooks"
+    for kind, by_key in patcher.callbacks.items():
+        if kind not in _HARMLESS_CALLBACKS:
+            for functions in by_key.values():
+                yield from (f"a node acts on the model before it runs: {owner(function)}" for function in functions)
+    for key in patcher.wrappers.get("apply_model", {}):
+        if key == "torch.compile":
+            yield "the model is compiled (TorchCompileModel)"
+    diffusion_model = patcher.model.diffusion_model
+    if hasattr(diffusion_model, "_orig_mod") or getattr(diffusion_model, "_compiled_call_impl", None) is not None:
+        yield "the model is compiled"
+    if "forward" in vars(diffusion_model):
+        yield f"another pack replaced the model's forward: {owner(diffusion_model.forward)}"
+    if getattr(patcher, "additional_models", {}).get("multigpu"):
+        yield "the model is already split over this machine's GPUs (MultiGPU CFG Split)"
+
+
+def _loaded_with(patcher: Any) -> tuple[str, Path, dict[str, Any]]:
+    note = getattr(patcher, "cached_patcher_init", None) or patcher.get_attachment(LOADED_WITH)
+    if note is None:
+        raise NotReproducible(
+            [f"it is not known from which file {type(patcher).__name__} was loaded; use Monarch Model Loader"]
+        )
+    factory, arguments = note[0], note[1]
+    loader = getattr(factory, "__name__", "")
+    if loader not in _LOADERS or not str(getattr(factory, "__module__", "")).startswith(("comfy.", "monarch")):
+        raise NotReproducible([f"the model comes from a loader that only exists here: {owner(factory)}"])
+    path = Path(arguments[0])
+    model_options = arguments[1] if loader == "load_diffusion_model" else arguments[6]
+    options = {name: value for name, value in (model_options or {}).items() if name not in _OWN_OPTIONS}
+    unknown = sorted(set(options) - set(_LOADER_OPTIONS))
+    if unknown:
+        raise NotReproducible([f"the model was loaded with options that only exist here: {', '.join(unknown)}"])
+    if path.suffix.lower() not in (".safetensors", ".sft"):
+        raise NotReproducible(
+            [f"{path.name} is not a safetensors file; other files can contain code and are not sent to a worker"]
+        )
+    if not path.is_file():
+        raise NotReproducible([f"{path} is gone"])
+    return loader, path, options
+
+
+def _file_ref(path: Path, folders: tuple[str, ...]) -> FileRef:
+    import folder_paths
+
+    folder, name = None, path.name
+    for candidate in folders:
+        for root in folder_paths.get_folder_paths(candidate):
+            relative = os.path.relpath(path, root)
+            if not relative.startswith(os.pardir) and not os.path.isabs(relative):
+                folder, name = candidate, Path(relative).as_posix()
+    return FileRef(folder, name, path.stat().st_size, file_digest(path))
+
+
+# --- weight patches -----------------------------------------------------------------------------------------------------
+
+
+def _patches(patcher: Any, reasons: list[str]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """[(key, [(strength, strength of the weight, offset, kind, content)])] with tensors by digest.
+
+    Patches of keys outside the diffusion model never reach a worker: nothing there reads them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described = []
+    for key, entries in patcher.patches.items():
+        if not key.startswith("diffusion_model."):
+            continue
+        packed = []
+        for strength, value, strength_model, offset, function in entries:
+            try:
+                kind, content = _patch_content(value)
+                if function is not None:
+                    raise NotPlainData(key, function)
+                packed.append([strength, strength_model, offset, kind, _name_tensors(content, tensors)])
+            except NotPlainData as error:
+                reasons.append(f"a weight patch holds code that cannot be sent: {owner(error.value)}")
+        described.append([key, packed])
+    return described, tensors
+
+
+def _patch_content(value: Any) -> tuple[str, Any]:
+    from comfy import weight_adapter
+
+    if isinstance(value, weight_adapter.WeightAdapterBase):
+        if type(value) not in weight_adapter.adapters:
+            raise NotPlainData(type(value).__name__, value)
+        weights = value.weights if isinstance(value.weights, (list, tuple)) else [value.weights]
+        return type(value).__name__, list(weights)
+    if isinstance(value, tuple) and len(value) == 1:
+        return "diff", value
+    if isinstance(value, tuple) and len(value) == 2 and value[0] in _PATCH_KINDS:
+        return value[0], value[1]
+    raise NotPlainData("patch", value)
+
+
+def _name_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        pack_plain(value, "patch")
+        digest = _digest_once(value)
+        tensors[digest] = value
+        return Kept(digest)
+    if type(value) in (list, tuple):
+        return type(value)(_name_tensors(item, tensors) for item in value)
+    if isinstance(value, dict):
+        return {key: _name_tensors(item, tensors) for key, item in value.items()}
+    pack_plain(value, "patch")
+    return value
+
+
+# By object: a LoRA's tensors stay the same ones while its strength changes.
+_digest_by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+
+
+def _digest_once(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's content, computed again only if it was written to."""
+    known = _digest_by_id.get(id(tensor))
+    version = 0 if tensor.is_inference() else tensor._version
+    if known is not None and known[0]() is tensor and known[1] == version:
+        return known[2]
+    digest = tensor_digest(tensor)
+    key = id(tensor)
+    reference = weakref.ref(tensor, lambda _: _digest_by_id.pop(key, None))
+    _digest_by_id[key] = (reference, version, digest)
+    return digest
+
+
+def add_weight_patches(patcher: Any, described: list[Any]) -> int:
+    """Attach described patches, whose tensors are in place, to `patcher`. Returns how many keys took one.
+
+    Raises ValueError if a key or a kind of patch does not exist here.
+    """
+    rounds: dict[tuple[int, float, float], dict[Any, Any]] = {}
+    for key, entries in described:
+        for position, (strength, strength_model, offset, kind, content) in enumerate(entries):
+            target = key if offset is None else (key, tuple(offset))
+            rounds.setdefault((position, strength, strength_model), {})[target] = _rebuild(kind, content)
+    patched = set()
+    for (_, strength, strength_model), patches in sorted(rounds.items(), key=lambda item: item[0][0]):
+        added = patcher.add_patches(patches, strength, strength_model)
+        if len(added) != len(patches):
+            raise ValueError("a weight patch names a weight that this model does not have")
+        patched.update(key if isinstance(key, str) else key[0] for key in added)
+    return len(patched)
+
+
+def _rebuild(kind: str, content: Any) -> Any:
+    from comfy import weight_adapter
+
+    if kind in _PATCH_KINDS:
+        return (kind, tuple(content))
+    adapters = {adapter.__name__: adapter for adapter in weight_adapter.adapters}
+    if kind not in adapters:
+        raise ValueError(f"this ComfyUI has no weight adapter {kind}")
+    return adapters[kind](set(), tuple(content))

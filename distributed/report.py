@@ -1,0 +1,65 @@
+"""What happened in one run: counted while it runs, told in one line when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Report:
+    """Counts and costs of one run. Times in seconds, traffic in bytes; a forward is one call of the diffusion model."""
+
+    mode: str
+    nodes: list[str] = field(default_factory=lambda: ["driver"])
+    steps: int = 0
+    forwards: int = 0
+    forwards_split: int = 0
+    split: str | None = None
+    rows: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    split_seconds: float = 0.0
+    alone_seconds: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    def add_reason(self, reason: str) -> None:
+        """Why forwards ran on the driver alone."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def add_event(self, event: str) -> None:
+        """Something that happened to a worker during the run."""
+        if event not in self.events:
+            self.events.append(event)
+
+    @property
+    def speedup(self) -> float | None:
+        """Measured cost of the split forwards against the driver's own pace; None if nothing was split."""
+        return self.alone_seconds / self.split_seconds if self.forwards_split and self.split_seconds else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        return self.seconds / self.steps if self.steps else None
+
+    def line(self) -> str:
+        """The run in one line for a person."""
+        pace = f", {self.seconds_per_step:.3g} s/step" if self.seconds_per_step else ""
+        if not self.forwards_split:
+            why = "; ".join(self.reasons + self.events) or "there was nothing to split"
+            return f"One machine{pace}: {why}."
+        speedup = f", {self.speedup:.2f}x" if self.speedup else ""
+        shares = ", ".join(f"{node} {rows}" for node, rows in self.rows.items())
+        line = (
+            f"Split over {len(self.rows)} machines by {self.split}: "
+            f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares})."
+        )
+        notes = "; ".join(self.events + self.reasons)
+        return f"{line} {notes}." if notes else line
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for events, history and tests."""
+        return {**vars(self), "speedup": self.speedup, "seconds_per_step": self.seconds_per_step, "line": self.line()}

@@ -1,0 +1,457 @@
+"""One run on the driver: its peers, which of them compute what of each forward, and what happens when one is lost.
+
+Knows forwards only as callables with arguments, so that any model can be split; ComfyUI's side is in nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import limits, plan, rows
+from .branches import Branch
+from .cluster import Cluster
+from .options import NotReproducible, plain_options
+from .peer import Peer, PeerFailed
+from .plan import Costs, History
+from .recipe import Recipe
+from .report import Report
+from .rows import Call
+from .versions import Versions
+
+DRIVER = "this machine"
+
+Forward = Callable[..., Any]
+
+_history = History()
+# (model, worker process) pairs that were seen to compute the same.
+_agreed: set[tuple[str, str]] = set()
+
+
+class Session:
+    """A run. A context manager: leaving it ends the run on every worker, and cancels it there after an exception."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        versions: Versions,
+        report: Report,
+        describe: Callable[[], Recipe],
+        *,
+        check: Callable[[], None],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """`describe` gives the model's recipe or raises NotReproducible.
+
+        `check` raises when the run is to stop; `progress(done, total)` follows a file that is sent, in bytes.
+        """
+        self.report = report
+        self._cluster = cluster
+        self._versions = versions
+        self._describe = describe
+        self._check = check
+        self._progress = progress
+        self._started = False
+        self._recipe: Recipe | None = None
+        self._peers: list[Peer] = []
+        self._conditionings = _Conditionings()
+        self._first_forward_at: float | None = None
+        self._load_seconds = 0.0
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._conditionings.abandon()
+        for peer in list(self._peers):
+            self._release(peer, cancel=kind is not None)
+        if self._first_forward_at is not None:
+            self.report.seconds = time.perf_counter() - self._first_forward_at - self._load_seconds
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Describe the model, connect to the workers and have them load; returns while they still load."""
+        if self._started:
+            return
+        self._started = True
+        if not self._cluster.workers:
+            self.report.add_reason(f"no worker is configured in cluster {self._cluster.name!r}")
+            return
+        try:
+            self._recipe = self._describe()
+        except NotReproducible as error:
+            for reason in error.reasons:
+                self.report.add_reason(reason)
+            return
+        for address in self._cluster.workers:
+            peer = Peer(address, self._check)
+            self._peers.append(peer)
+            with self._released_on_failure(peer):
+                for warning in peer.connect(self._versions, allow_mismatch=self._cluster.allow_version_mismatch):
+                    self.report.add_event(warning)
+                peer.prepare(self._recipe, self._progress)
+
+    @contextlib.contextmanager
+    def _released_on_failure(self, peer: Peer) -> Iterator[None]:
+        try:
+            yield
+        except PeerFailed as error:
+            self.report.add_event(str(error))
+            self._release(peer, cancel=True)
+
+    def _release(self, peer: Peer, *, cancel: bool) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.remove(peer)
+        sent, received = peer.traffic
+        self.report.bytes_sent += sent
+        self.report.bytes_received += received
+        peer.close(cancel=cancel)
+
+    def _ready_peers(self) -> list[Peer]:
+        """Peers that hold a replica, waiting for those that still load."""
+        self.start()
+        recipe = self._recipe
+        if recipe is None:
+            return []
+        began = time.perf_counter()
+        for peer in list(self._peers):
+            with self._released_on_failure(peer):
+                peer.wait_ready(recipe)
+        self._load_seconds += time.perf_counter() - began
+        return list(self._peers)
+
+    def _unproven(self, peers: Sequence[Peer]) -> list[Peer]:
+        model = self._recipe.digest if self._recipe else ""
+        return [peer for peer in peers if (model, peer.worker_id) not in _agreed]
+
+    def _costs(self, peers: Sequence[Peer], what: Hashable) -> Costs:
+        model = self._recipe.digest if self._recipe else ""
+        return _history.costs((model, tuple(peer.worker_id for peer in peers), what))
+
+    # --- forwards -------------------------------------------------------------------------------------------------
+
+    def forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute `forward(*args, **kwargs)`, over the nodes as far as that is possible and pays.
+
+        Same result as calling it. Raises what it raises, and what `check` raises.
+        """
+        if self._first_forward_at is None:
+            self._first_forward_at = time.perf_counter()
+        call = Call(args, kwargs)
+        self.report.forwards += 1
+        if self._conditionings.branch is not None:
+            return self._forward_in_branch(forward, call, self._conditionings.branch)
+        if self._conditionings.underway:
+            output = forward(*args, **kwargs)
+            self._conditionings.advance_arrived()
+            return output
+        if call.rows < 2 and not self._conditionings.apart:
+            self.report.add_reason("one row (CFG 1 and batch 1) has nothing to split by rows")
+            return forward(*args, **kwargs)
+        plain = self._plain(call)
+        peers = self._ready_peers() if plain else []
+        if plain is None or not peers:
+            return forward(*args, **kwargs)
+        unproven = self._unproven(peers)
+        if unproven:
+            return self._prove(forward, call, plain, peers, unproven)
+        if call.rows < 2:
+            return forward(*args, **kwargs)
+        return self._split_rows(forward, call, plain, peers)
+
+    def _plain(self, call: Call) -> Call | None:
+        """The call with only plain data in its transformer_options, or None with the reason on record."""
+        try:
+            options = plain_options(call.kwargs.get("transformer_options") or {})
+        except NotReproducible as error:
+            for reason in error.reasons:
+                self.report.add_reason(reason)
+            return None
+        return Call(call.args, {**call.kwargs, "transformer_options": options})
+
+    def _alone(self, forward: Forward, call: Call, costs: Costs) -> Any:
+        """Compute a forward here, and record what it costs this machine alone."""
+        cold = self.report.forwards == 1
+        output, seconds = _timed(forward, call)
+        costs.record_alone(seconds, first_of_run=cold)
+        return output
+
+    def _prove(self, forward: Forward, call: Call, plain: Call, peers: list[Peer], unproven: list[Peer]) -> Any:
+        """Compute a forward here while new peers compute its last row; keep those that agree."""
+        tickets: list[tuple[Peer, int]] = []
+        last_row = rows.cut(plain, call.rows - 1, call.rows)
+        for peer in unproven:
+            with self._released_on_failure(peer):
+                tickets.append((peer, peer.start(last_row)))
+        output = self._alone(forward, call, self._costs(peers, _shapes(call)))
+        expected = _last_row(output)
+        for peer, ticket in tickets:
+            with self._released_on_failure(peer):
+                share = peer.finish(ticket)
+                difference = _relative_difference(_on_device(share.output, expected), expected)
+                if not difference <= _tolerance(expected):
+                    raise PeerFailed(
+                        f"{peer.name} computes something else than this machine (relative difference {difference:.1e}); "
+                        "check that both have the same software and kind of GPU"
+                    )
+                if self._recipe is not None:
+                    _agreed.add((self._recipe.digest, peer.worker_id))
+        return output
+
+    def _split_rows(self, forward: Forward, call: Call, plain: Call, peers: list[Peer]) -> Any:
+        costs = self._costs(peers, _shapes(call))
+        if self.report.mode == "auto":
+            if not plan.pays(costs, call.rows, DRIVER):
+                self.report.add_reason("splitting is not faster here")
+                return forward(*call.args, **call.kwargs)
+            if plan.wants_measure_alone(costs):
+                return self._alone(forward, call, costs)
+        began = time.perf_counter()
+        shares = plan.shares(costs, [DRIVER, *(peer.worker_id for peer in peers)], call.rows)
+        spans = _spans(shares)
+        tickets: list[tuple[Peer, int, int, int]] = []
+        for peer, (start, stop) in zip(peers, spans[1:], strict=True):
+            if start < stop:
+                with self._released_on_failure(peer):
+                    tickets.append((peer, peer.start(rows.cut(plain, start, stop)), start, stop))
+        local, seconds = _timed(forward, rows.cut(call, 0, shares[0]))
+        costs.record_pace(DRIVER, shares[0], seconds)
+        parts = {0: local}
+        waited = time.perf_counter()
+        for peer, ticket, start, stop in tickets:
+            with self._released_on_failure(peer):
+                share = peer.finish(ticket)
+                parts[start] = _on_device(share.output, local)
+                costs.record_pace(peer.worker_id, stop - start, share.seconds)
+        self.report.waiting += time.perf_counter() - waited
+        if len(parts) > 1:
+            self.report.forwards_split += 1
+            self.report.split = "rows"
+            self.report.rows = {DRIVER: shares[0], **{peer.name: stop - start for peer, _, start, stop in tickets}}
+        complete = True
+        for start, stop in spans:
+            if start < stop and start not in parts:
+                complete = False
+                part = rows.cut(call, start, stop)
+                parts[start] = forward(*part.args, **part.kwargs)
+        output = rows.join([parts[start] for start in sorted(parts)])
+        if complete:
+            self._record_split(costs, time.perf_counter() - began, costs.alone_estimate(call.rows, DRIVER))
+        return output
+
+    def _record_split(self, costs: Costs, seconds: float, alone: float | None) -> None:
+        costs.record_split(seconds)
+        if alone is not None:
+            self.report.split_seconds += seconds
+            self.report.alone_seconds += alone
+
+    # --- conditionings side by side -------------------------------------------------------------------------------
+
+    def conditionings(self, calls: Sequence[Callable[[], Any]], stock: Callable[[], Any], shape: Hashable) -> list[Any]:
+        """Results of `calls`, each of which computes one conditioning in forwards of its own, side by side.
+
+        `stock()` computes them all here and gives the same list; `shape` says which forwards cost alike.
+        """
+        self._conditionings.apart = True
+        peers = self._ready_peers()
+        if not peers or self._unproven(peers):
+            return stock()
+        costs = self._costs(peers, ("conditionings", len(calls), shape))
+        if self.report.mode == "auto":
+            if not plan.pays(costs, len(calls), DRIVER):
+                self.report.add_reason("splitting is not faster here")
+                return self._conditionings.all_here(stock)
+            if plan.wants_measure_alone(costs):
+                began = time.perf_counter()
+                results = self._conditionings.all_here(stock)
+                costs.record_alone(time.perf_counter() - began, first_of_run=False)
+                return results
+        return self._side_by_side(calls, peers, costs)
+
+    def _side_by_side(self, calls: Sequence[Callable[[], Any]], peers: list[Peer], costs: Costs) -> list[Any]:
+        began, forwards = time.perf_counter(), self.report.forwards
+        shares = plan.shares(costs, [DRIVER, *(peer.worker_id for peer in peers)], len(calls))
+        spans = _spans(shares)
+        nodes = [
+            (peer, calls[start:stop]) for peer, (start, stop) in zip(peers, spans[1:], strict=True) if start < stop
+        ]
+        with self._conditionings.open(nodes) as branches:
+            local_began = time.perf_counter()
+            results = [call() for call in calls[: shares[0]]]
+            _synchronize(results)
+            costs.record_pace(DRIVER, shares[0], time.perf_counter() - local_began)
+            waited = time.perf_counter()
+            for branch in branches:
+                results += branch.finish()
+            self.report.waiting += time.perf_counter() - waited
+        seconds = time.perf_counter() - began
+        for branch in branches:
+            if branch.remote:
+                costs.record_pace(branch.peer.worker_id, branch.conditionings, branch.seconds)
+        if any(branch.remote for branch in branches):
+            self.report.forwards_split += self.report.forwards - forwards
+            self.report.split = "conditionings"
+            self.report.rows = {DRIVER: shares[0], **{b.peer.name: b.conditionings for b in branches if b.remote}}
+            self._record_split(costs, seconds, costs.alone_estimate(len(calls), DRIVER))
+        return results
+
+    def _forward_in_branch(self, forward: Forward, call: Call, branch: _PeerBranch) -> Any:
+        plain = self._plain(call) if branch.peer in self._peers else None
+        if plain is not None:
+            with self._released_on_failure(branch.peer):
+                ticket = branch.peer.start(rows.cut(plain, 0, plain.rows))
+                branch.park(ticket)
+                share = branch.peer.finish(ticket)
+                branch.remote += 1
+                branch.seconds += share.seconds
+                return _on_device(share.output, call.args[0])
+        return forward(*call.args, **call.kwargs)
+
+
+class _PeerBranch:
+    """The conditionings of one peer, computed by ComfyUI's code in a branch whose forwards go to that peer."""
+
+    def __init__(self, owner: _Conditionings, peer: Peer, calls: Sequence[Callable[[], Any]]) -> None:
+        self.peer = peer
+        self.conditionings = len(calls)
+        self.remote = 0
+        self.seconds = 0.0
+        self._owner = owner
+        self._branch = Branch(lambda _: [call() for call in calls])
+
+    def park(self, ticket: int) -> None:
+        self._branch.park(ticket)
+
+    def advance(self) -> None:
+        """Let it go on until it waits for its peer again or is done."""
+        self._owner.branch = self
+        try:
+            self._branch.advance()
+        finally:
+            self._owner.branch = None
+
+    def advance_if_arrived(self) -> None:
+        ticket = self._branch.waiting_for
+        if ticket is not None and self.peer.arrived(ticket):
+            self.advance()
+
+    def finish(self) -> list[Any]:
+        while not self._branch.done:
+            self.advance()
+        return self._branch.result()
+
+    def abandon(self) -> None:
+        self._owner.branch = self
+        self._branch.abandon()
+        self._owner.branch = None
+
+
+class _Conditionings:
+    """Where a run stands with conditionings that are computed side by side."""
+
+    def __init__(self) -> None:
+        # Conditionings reach this run in forwards of their own, so even a single row can go elsewhere.
+        self.apart = False
+        # Set while forwards belong to conditionings that are shared out as a whole.
+        self.underway = False
+        self.branch: _PeerBranch | None = None
+        self._branches: list[_PeerBranch] = []
+
+    @contextlib.contextmanager
+    def open(self, nodes: list[tuple[Peer, Sequence[Callable[[], Any]]]]) -> Iterator[list[_PeerBranch]]:
+        self.underway = True
+        try:
+            for peer, calls in nodes:
+                self._branches.append(_PeerBranch(self, peer, calls))
+                self._branches[-1].advance()
+            yield self._branches
+        finally:
+            self.abandon()
+
+    def all_here(self, stock: Callable[[], Any]) -> Any:
+        self.underway = True
+        try:
+            return stock()
+        finally:
+            self.underway = False
+
+    def advance_arrived(self) -> None:
+        for branch in self._branches:
+            branch.advance_if_arrived()
+
+    def abandon(self) -> None:
+        for branch in self._branches:
+            branch.abandon()
+        self._branches = []
+        self.underway = False
+
+
+def _spans(shares: Sequence[int]) -> list[tuple[int, int]]:
+    """[start, stop) of each share when they follow one another."""
+    return [(sum(shares[:i]), sum(shares[: i + 1])) for i in range(len(shares))]
+
+
+# --- outputs ------------------------------------------------------------------------------------------------------------
+
+
+def _timed(forward: Forward, call: Call) -> tuple[Any, float]:
+    began = time.perf_counter()
+    output = forward(*call.args, **call.kwargs)
+    _synchronize(output)
+    return output, time.perf_counter() - began
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else list(output)
+
+
+def _synchronize(output: Any) -> None:
+    for tensor in _tensors(output):
+        if tensor.device.type == "cuda":
+            torch.cuda.synchronize(tensor.device)
+            return
+
+
+def _on_device(output: Any, like: Any) -> Any:
+    device = _tensors(like)[0].device
+    if isinstance(output, torch.Tensor):
+        return output.to(device)
+    return type(output)(tensor.to(device) for tensor in output)
+
+
+def _last_row(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output[-1:]
+    return type(output)(tensor[-1:] for tensor in output)
+
+
+def _relative_difference(output: Any, expected: Any) -> float:
+    """Norm of the difference over the norm, the largest of all tensors; NaNs in both places are equal."""
+    worst = 0.0
+    for got, want in zip(_tensors(output), _tensors(expected), strict=True):
+        if got.shape != want.shape:
+            return float("inf")
+        difference = torch.nan_to_num((got.float() - want.float())[~(got.isnan() & want.isnan())], nan=float("inf"))
+        scale = torch.nan_to_num(want.float()).norm().item()
+        distance = difference.norm().item()
+        worst = max(worst, distance / scale if scale else (0.0 if distance == 0 else float("inf")))
+    return worst
+
+
+def _tolerance(output: Any) -> float:
+    dtype = _tensors(output)[0].dtype
+    return limits.CHECK_TOLERANCE_32BIT if dtype in (torch.float32, torch.float64) else limits.CHECK_TOLERANCE_16BIT
+
+
+def _shapes(call: Call) -> Hashable:
+    context = call.kwargs.get("context")
+    return (
+        tuple(tuple(tensor.shape) for tensor in _tensors(call.args[0])),
+        tuple(context.shape) if isinstance(context, torch.Tensor) else None,
+    )

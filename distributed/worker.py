@@ -1,0 +1,414 @@
+"""The worker's serving loop: answers the network from one thread while another one loads models and computes.
+
+What a model is and how it computes is the runtime's business (model_store for ComfyUI).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import zmq
+
+from . import limits
+from .channel import ChannelLost, WorkerChannel
+from .codec import ProtocolError, replace_kept
+from .files import FileCache, FileRef, IncomingFile
+from .messages import Kind, Message
+from .patch_cache import PatchCache
+from .recipe import tree_digest
+from .versions import Versions, mismatch
+
+
+class Replica(Protocol):
+    """A model that this worker built from a recipe."""
+
+    patched: int
+
+    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Output of one forward; tensors are on any device."""
+        ...
+
+
+class Runtime(Protocol):
+    """What a worker computes with."""
+
+    versions: Versions
+
+    def describe(self) -> dict[str, str]:
+        """Name of the device, its memory and so on, for people."""
+        ...
+
+    def find(self, ref: FileRef) -> Path | None:
+        """The file in this machine's model folders, if it is the same one."""
+        ...
+
+    def build(self, tree: dict[str, Any], path: Path, key: str) -> Replica:
+        """Build the replica of a recipe, whose tensors are in place; `key` names the recipe. Raises with a sentence."""
+        ...
+
+    def interrupt(self, on: bool) -> None:
+        """Have the running forward stop soon (True), or forget about it (False). Called from another thread."""
+        ...
+
+
+@dataclass
+class _Preparation:
+    number: int
+    tree: dict[str, Any]
+    file: FileRef
+    path: Path | None
+    missing: set[str]
+
+
+@dataclass
+class _Driver:
+    """The driver that is being served."""
+
+    session: bytes
+    since: float = field(default_factory=time.time)
+    preparation: _Preparation | None = None
+    incoming: IncomingFile | None = None
+    incoming_number: int = 0
+    # Owned by the compute thread.
+    replica: Replica | None = None
+    kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
+
+
+class Worker:
+    """Serves one driver at a time until `stop`. `address` is where it listens once `run` has begun."""
+
+    def __init__(self, runtime: Runtime, cache: FileCache, host: str, port: int, name: str) -> None:
+        """Bind to the address. Raises zmq.ZMQError if it cannot be bound."""
+        self.name = name
+        self.worker_id = uuid.uuid4().hex
+        self._runtime = runtime
+        self._cache = cache
+        self._patches = PatchCache(limits.PATCH_TENSOR_CACHE_BYTES)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.DATA_LANES)
+        self._channel = WorkerChannel(self._context, host, port)
+        self.address = f"{host}:{self._channel.port}"
+        self._driver: _Driver | None = None
+        self._greetings: dict[bytes, tuple[Message, float]] = {}
+        self._jobs = _Jobs(self._context, runtime)
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Have `run` return soon; may be called from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until stopped; then release every thread and socket."""
+        poller = zmq.Poller()
+        poller.register(self._channel.socket, zmq.POLLIN)
+        poller.register(self._jobs.done_socket, zmq.POLLIN)
+        next_probe = 0.0
+        try:
+            while not self._stopping:
+                poller.poll(int(limits.POLL_SECONDS * 4000))
+                for session, message in self._channel.receive():
+                    self._handle(session, message)
+                self._greet_waiting()
+                for session, kind, body in self._jobs.take_answers():
+                    self._answer(session, kind, body)
+                if time.monotonic() >= next_probe:
+                    next_probe = time.monotonic() + limits.DRIVER_PROBE_INTERVAL
+                    self._probe_driver()
+        finally:
+            self._release_driver()
+            self._jobs.close()
+            self._channel.close()
+            self._context.term()
+
+    # --- who is served --------------------------------------------------------------------------------------------
+
+    def _probe_driver(self) -> None:
+        """A driver that vanished without a word frees the worker for the next one."""
+        if self._driver is not None:
+            self._answer(self._driver.session, Kind.PROBE, {})
+
+    def _release_driver(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        if driver.incoming is not None:
+            driver.incoming.discard()
+        self._jobs.cancel(driver.session)
+        self._channel.drop(driver.session)
+
+    def _answer(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
+        try:
+            self._channel.send(session, kind, body)
+        except ChannelLost:
+            if self._driver is not None and self._driver.session == session:
+                self._release_driver()
+
+    def _handle(self, session: bytes, message: Message) -> None:
+        if message.kind is Kind.HELLO:
+            lanes = message.body.get("lanes")
+            if type(lanes) is int and 1 <= lanes <= limits.MAX_LANES:
+                self._greetings[session] = (message, time.monotonic() + limits.CONNECT_TIMEOUT)
+            return
+        driver = self._driver
+        if driver is None or driver.session != session:
+            self._channel.drop(session)
+            return
+        try:
+            _HANDLERS[message.kind](self, driver, message)
+        except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as error:
+            print(f"A driver sent a message that makes no sense ({error}); disconnected it.", flush=True)
+            self._release_driver()
+
+    def _greet_waiting(self) -> None:
+        """Answer drivers whose lanes have all arrived (they are separate connections), or that are refused anyway."""
+        for session, (message, deadline) in list(self._greetings.items()):
+            refusal = self._refusal(message)
+            if refusal is None and self._channel.lane_count(session) < message.body["lanes"]:
+                if time.monotonic() > deadline:
+                    del self._greetings[session]
+                    self._channel.drop(session)
+                continue
+            del self._greetings[session]
+            if refusal is not None:
+                self._answer(session, Kind.REFUSED, {"for": message.number, "reason": refusal})
+                continue
+            self._channel.admit(session)
+            self._driver = _Driver(session)
+            body = {"name": self.name, "worker_id": self.worker_id, "device": self._runtime.describe()}
+            self._answer(session, Kind.WELCOME, {"for": message.number, **body, **self._runtime.versions.as_dict()})
+
+    def _refusal(self, message: Message) -> str | None:
+        driver_versions = Versions.from_message(message.body)
+        if driver_versions.pack != self._runtime.versions.pack:
+            return mismatch(driver_versions, self._runtime.versions, self.name)[0]
+        if self._driver is not None:
+            since = time.strftime("%H:%M:%S", time.localtime(self._driver.since))
+            return f"it is busy with another driver since {since}; render again when that is done"
+        return None
+
+    # --- preparing ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, driver: _Driver, message: Message) -> None:
+        ref = FileRef.from_message(message.body["file"])
+        tree = message.body["recipe"]
+        if not isinstance(tree, dict):
+            raise ProtocolError("a recipe is described wrongly")
+        path = self._runtime.find(ref) or self._cache.find(ref)
+        missing = self._patches.missing(tree)
+        driver.preparation = _Preparation(message.number, tree, ref, path, set(missing))
+        self._answer(
+            driver.session, Kind.NEED, {"for": message.number, "file": path is None, "tensors": missing}
+        )
+        self._build_if_complete(driver)
+
+    def _tensors(self, driver: _Driver, message: Message) -> None:
+        preparation = _expected(driver.preparation)
+        self._patches.add(message.body["tensors"], preparation.missing)
+        preparation.missing -= set(message.body["tensors"])
+        self._build_if_complete(driver)
+
+    def _file_begin(self, driver: _Driver, message: Message) -> None:
+        preparation = _expected(driver.preparation)
+        ref = FileRef.from_message(message.body["file"])
+        if ref != preparation.file or preparation.path is not None or driver.incoming is not None:
+            raise ProtocolError("a file comes that was not asked for")
+        driver.incoming_number = message.number
+        with self._file_trouble(driver):
+            driver.incoming = self._cache.receive(ref)
+
+    def _file_chunk(self, driver: _Driver, message: Message) -> None:
+        if driver.incoming is None:
+            return  # it failed before; the driver has been told
+        with self._file_trouble(driver):
+            driver.incoming.write(message.body["offset"], memoryview(message.body["data"].numpy()))
+            body = {"for": driver.incoming_number, "bytes": driver.incoming.received}
+            self._answer(driver.session, Kind.FILE_ACK, body)
+
+    def _file_end(self, driver: _Driver, message: Message) -> None:
+        if driver.incoming is None:
+            return
+        with self._file_trouble(driver):
+            incoming, driver.incoming = driver.incoming, None
+            _expected(driver.preparation).path = incoming.finish(str(message.body["digest"]))
+        self._build_if_complete(driver)
+
+    @contextlib.contextmanager
+    def _file_trouble(self, driver: _Driver) -> Any:
+        try:
+            yield
+        except OSError as error:
+            if driver.incoming is not None:
+                driver.incoming.discard()
+                driver.incoming = None
+            preparation, driver.preparation = driver.preparation, None
+            reason = f"the model file could not be stored on the worker: {error.strerror or error}"
+            numbers = {driver.incoming_number, preparation.number if preparation else driver.incoming_number}
+            for number in numbers:
+                self._answer(driver.session, Kind.FAILED, {"for": number, "reason": reason})
+
+    def _build_if_complete(self, driver: _Driver) -> None:
+        preparation = driver.preparation
+        if preparation is None or preparation.missing or preparation.path is None:
+            return
+        driver.preparation = None
+        path, tree, file = preparation.path, self._patches.fill(preparation.tree), preparation.file
+        digest = tree_digest(preparation.tree, file)
+
+        def build() -> dict[str, Any]:
+            driver.replica = self._runtime.build(tree, path, digest)
+            return {"digest": digest, "patched": driver.replica.patched}
+
+        self._jobs.add(_Job(driver.session, preparation.number, Kind.READY, build))
+
+    # --- computing ------------------------------------------------------------------------------------------------
+
+    def _forward(self, driver: _Driver, message: Message) -> None:
+        def compute() -> dict[str, Any]:
+            for name in message.body["drop"]:
+                driver.kept.pop(name, None)
+            driver.kept.update(message.body["keep"])
+            if sum(tensor.nbytes for tensor in driver.kept.values()) > 2 * limits.RUN_TENSOR_CACHE_BYTES:
+                raise ProtocolError("the driver keeps more tensors here than is allowed")
+            if driver.replica is None:
+                raise ProtocolError("the driver asked for a forward before a model was ready")
+            args = replace_kept(message.body["args"], driver.kept)
+            kwargs = replace_kept(message.body["kwargs"], driver.kept)
+            began = time.perf_counter()
+            output = driver.replica.forward(args, kwargs)
+            output = output.to("cpu") if isinstance(output, torch.Tensor) else [part.to("cpu") for part in output]
+            return {"output": output, "seconds": time.perf_counter() - began}
+
+        self._jobs.add(_Job(driver.session, message.number, Kind.RESULT, compute))
+
+    def _end(self, driver: _Driver, message: Message) -> None:
+        self._release_driver()
+
+
+_HANDLERS: dict[Kind, Callable[[Worker, _Driver, Message], None]] = {
+    Kind.PREPARE: Worker._prepare,
+    Kind.TENSORS: Worker._tensors,
+    Kind.FILE_BEGIN: Worker._file_begin,
+    Kind.FILE_CHUNK: Worker._file_chunk,
+    Kind.FILE_END: Worker._file_end,
+    Kind.FORWARD: Worker._forward,
+    Kind.CANCEL: Worker._end,
+    Kind.END: Worker._end,
+}
+
+
+def _expected(preparation: _Preparation | None) -> _Preparation:
+    if preparation is None:
+        raise ProtocolError("something comes that was not asked for")
+    return preparation
+
+
+@dataclass(frozen=True)
+class _Job:
+    session: bytes
+    number: int
+    answer: Kind
+    work: Callable[[], dict[str, Any]]
+
+
+class _Jobs:
+    """Runs jobs one after the other in a thread of their own; answers are taken from the serving thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Runtime) -> None:
+        self._runtime = runtime
+        # A session's bytes among the jobs mean that none of its jobs follow.
+        self._queue: queue.SimpleQueue[_Job | bytes | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[bytes, Kind, dict[str, Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: bytes | None = None
+        self._cancelled: set[bytes] = set()
+        endpoint = f"inproc://jobs-{id(self)}"
+        self.done_socket = context.socket(zmq.PULL)
+        self.done_socket.bind(endpoint)
+        self._notify = context.socket(zmq.PUSH)
+        self._notify.connect(endpoint)
+        self._thread = threading.Thread(target=self._run, name="monarch-compute", daemon=True)
+        self._thread.start()
+
+    def add(self, job: _Job) -> None:
+        self._queue.put(job)
+
+    def take_answers(self) -> list[tuple[bytes, Kind, dict[str, Any]]]:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.done_socket.recv(zmq.NOBLOCK)
+        answers = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                answers.append(self._answers.get_nowait())
+        return answers
+
+    def cancel(self, session: bytes) -> None:
+        """Stop the running job of `session` soon and skip its waiting ones."""
+        with self._lock:
+            self._cancelled.add(session)
+            if self._running == session:
+                self._runtime.interrupt(True)
+        self._queue.put(session)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._running is not None:
+                self._runtime.interrupt(True)
+        self._queue.put(None)
+        self._thread.join()
+        self.done_socket.close(linger=0)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._lock:
+                if isinstance(job, bytes):
+                    self._cancelled.discard(job)
+                    continue
+                if job.session in self._cancelled:
+                    continue
+                self._running = job.session
+            kind, body = self._outcome(job)
+            with self._lock:
+                self._running = None
+                self._runtime.interrupt(False)
+                cancelled = job.session in self._cancelled
+            if not cancelled:
+                self._answers.put((job.session, kind, {"for": job.number, **body}))
+                self._notify.send(b"")
+            # A result may hold the last reference to large tensors.
+            del body
+        self._notify.close(linger=0)
+
+    def _outcome(self, job: _Job) -> tuple[Kind, dict[str, Any]]:
+        try:
+            return job.answer, job.work()
+        except BaseException as error:  # ComfyUI's interrupt is a BaseException; a job must not end the worker
+            with self._lock:
+                cancelled = job.session in self._cancelled
+            if not cancelled:
+                traceback.print_exc()
+            return Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def run_until_stopped(worker: Worker) -> None:
+    """Run the worker; SIGINT and SIGTERM end it in good order."""
+
+    def stop(*_: object) -> None:
+        worker.stop()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        worker.run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

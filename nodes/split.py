@@ -1,0 +1,40 @@
+"""Monarch Split: MODEL to MODEL, for every sampler and guider that is not Monarch Sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .attach import SPLIT_MODES, attach
+from .notify import Notifier
+
+
+class MonarchSplit(io.ComfyNode):
+    """Has whatever samples this MODEL split its steps."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="MonarchSplit",
+            display_name="Monarch Split",
+            category="monarch",
+            description="Splits the steps of any sampler or guider that this model is connected to between this "
+            "machine and your workers. LoRA and sampling nodes can come before it or after it.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model to split, from any loader, with any LoRA."),
+                io.Combo.Input(
+                    "split",
+                    options=list(SPLIT_MODES),
+                    default="auto",
+                    tooltip="auto: split as long as that is faster. rows: always split conditionings and batch items "
+                    "between the machines. off: this machine alone.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The same model; sampling it is split.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, split: str) -> io.NodeOutput:
+        return io.NodeOutput(attach(model, split, Notifier(cls.hidden.unique_id)))
