@@ -1,0 +1,101 @@
+"""`monarch worker`: serves this machine to a driver, in ComfyUI's own Python.
+
+Reads and checks the arguments and chooses the Python; the serving is `distributed.serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from pathlib import Path
+
+from ..distributed.limits import DEFAULT_PORT
+from .environment import ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, run_in
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--listen", metavar="ADDRESS", default="127.0.0.1", help="address to listen on; loopback only (%(default)s)"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=_port, default=DEFAULT_PORT, help="port; 0 takes a free one (%(default)s)"
+    )
+    parser.add_argument("--comfyui", metavar="PATH", type=Path, help="ComfyUI's folder, if it is not found by itself")
+    parser.add_argument(
+        "--runtime",
+        choices=["comfyui", "reference"],
+        default="comfyui",
+        help="what computes: ComfyUI, or the small model of the demo (%(default)s)",
+    )
+    parser.add_argument("--cache", metavar="DIR", type=Path, help="where files that a driver sends are kept")
+    parser.add_argument("--name", metavar="NAME", help="what drivers call this worker (the host's name)")
+
+
+def prepare(args: argparse.Namespace, argv: list[str]) -> None:
+    """Start again in the Python that can compute: ComfyUI's, or `.venv` for the reference runtime."""
+    _loopback(args.listen)
+    if args.runtime == "reference":
+        ensure_environment("worker", argv)
+    comfyui = _comfyui(args.comfyui)
+    if comfyui.python is None:
+        raise CommandError(
+            f"No Python that can run the ComfyUI in {comfyui.path} was found: there is no venv in or beside it. "
+            f"Start the worker with the Python that runs ComfyUI: PYTHON {Path(__file__).parent.parent} worker"
+        )
+    if missing_imports(comfyui.python, ["zmq"]):
+        raise CommandError(
+            f"{comfyui.python} cannot import zmq, Monarch's one requirement. "
+            f"Install it with: {comfyui.python} -m pip install pyzmq"
+        )
+    run_in(comfyui.python, argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    listen = _loopback(args.listen)
+    comfyui = _comfyui(args.comfyui).path if args.runtime == "comfyui" else None
+
+    from ..distributed.serve import serve
+
+    return serve(
+        listen,
+        args.port,
+        runtime=args.runtime,
+        comfyui=comfyui,
+        comfyui_args=args.passed_on,
+        cache=args.cache.expanduser() if args.cache else None,
+        name=args.name,
+    )
+
+
+def _loopback(address: str) -> str:
+    """`address` as a loopback IP address; CommandError for any other."""
+    if address == "localhost":
+        return "127.0.0.1"
+    try:
+        if ipaddress.ip_address(address).is_loopback:
+            return address
+    except ValueError:
+        pass
+    raise CommandError(
+        f"{address} is not a loopback address, and until drivers can be paired a worker listens on loopback only: "
+        "leave --listen out and reach it through an SSH tunnel "
+        f"(on the driver: ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} THIS-MACHINE).",
+        code=2,
+    )
+
+
+def _comfyui(explicit: Path | None) -> ComfyUI:
+    found = find_comfyui(explicit)
+    if found is None:
+        raise CommandError(
+            "No ComfyUI was found above custom_nodes, in ~/ComfyUI or in ~/comfy/ComfyUI. "
+            "Name its folder with --comfyui PATH or COMFYUI_PATH."
+        )
+    return found
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 0 to 65535")
+    return port

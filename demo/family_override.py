@@ -1,0 +1,79 @@
+"""Test-only: let a metadata key of a file override the sizes that ComfyUI detects, for families of fixed size (SDXL).
+
+Wraps comfy.model_detection for the life of a process, which the product never does; driver and worker need it alike.
+`python family_override.py SCRIPT [argument ...]` runs a script under the wrap, as soon as it imports ComfyUI."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import runpy
+import sys
+from types import ModuleType
+from typing import Any
+
+# JSON in the safetensors header: {"class": name in comfy.supported_models, "unet_config": {...}}.
+METADATA_KEY = "monarch_test_family"
+MODULE = "comfy.model_detection"
+_MARK = "_monarch_test_wrap"
+
+
+def wrap(detection: ModuleType) -> None:
+    """Make `detection` (comfy.model_detection, imported) obey METADATA_KEY. Wrapping twice changes nothing."""
+    original = detection.model_config_from_unet
+    if hasattr(original, _MARK):
+        return
+
+    def model_config_from_unet(state_dict: dict, prefix: str, *args: Any, metadata: dict | None = None, **kw: Any):
+        if METADATA_KEY not in (metadata or {}):
+            return original(state_dict, prefix, *args, metadata=metadata, **kw)
+        import comfy.supported_models
+
+        override = json.loads(metadata[METADATA_KEY])
+        config = detection.detect_unet_config(state_dict, prefix, metadata=metadata)
+        config.update(override["unet_config"])
+        return getattr(comfy.supported_models, override["class"])(config)
+
+    setattr(model_config_from_unet, _MARK, True)
+    detection.model_config_from_unet = model_config_from_unet
+
+
+def install() -> None:
+    """Wrap comfy.model_detection now if it is imported, else when it is."""
+    if MODULE in sys.modules:
+        wrap(sys.modules[MODULE])
+    elif not any(isinstance(finder, _WrapOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WrapOnImport())
+
+
+class _WrapOnImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_wrap(module: ModuleType) -> None:
+                execute(module)
+                wrap(module)
+
+            spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit("usage: family_override.py SCRIPT [argument ...]")
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    # As Python itself would have it; run_path does this only for folders, and this file's folder must not shadow names.
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    install()
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
