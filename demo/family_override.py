@@ -1,7 +1,7 @@
 """Test-only: let a metadata key of a file override the sizes that ComfyUI detects, for families of fixed size (SDXL).
 
 Wraps comfy.model_detection for the life of a process, which the product never does; driver and worker need it alike.
-`python family_override.py SCRIPT [argument ...]` runs a script under the wrap, as soon as it imports ComfyUI."""
+`python family_override.py SCRIPT [argument ...]` runs a script under the wrap, and under plain_convolutions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -40,15 +41,31 @@ def wrap(detection: ModuleType) -> None:
     detection.model_config_from_unet = model_config_from_unet
 
 
-def install() -> None:
-    """Wrap comfy.model_detection now if it is imported, else when it is."""
+def plain_convolutions() -> None:
+    """Switch oneDNN off in this process.
+
+    On a CPU torch convolves one row directly but several rows with oneDNN, and the two differ by 1e-5, which a UNet at
+    its first step multiplies a thousandfold. Without oneDNN a row's result does not depend on the rows beside it.
+    """
+    import torch
+
+    torch.backends.mkldnn.enabled = False
+
+
+def install(then: Callable[[], None] | None = None) -> None:
+    """Wrap comfy.model_detection, and call `then`, now if it is imported, else when it is."""
     if MODULE in sys.modules:
         wrap(sys.modules[MODULE])
-    elif not any(isinstance(finder, _WrapOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WrapOnImport())
+        if then is not None:
+            then()
+    else:
+        sys.meta_path.insert(0, _WrapOnImport(then))
 
 
 class _WrapOnImport(importlib.abc.MetaPathFinder):
+    def __init__(self, then: Callable[[], None] | None) -> None:
+        self._then = then
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != MODULE:
             return None
@@ -59,6 +76,8 @@ class _WrapOnImport(importlib.abc.MetaPathFinder):
             def execute_and_wrap(module: ModuleType) -> None:
                 execute(module)
                 wrap(module)
+                if self._then is not None:
+                    self._then()
 
             spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
         return spec
@@ -71,7 +90,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     # As Python itself would have it; run_path does this only for folders, and this file's folder must not shadow names.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    install()
+    install(plain_convolutions)
     runpy.run_path(script, run_name="__main__")
 
 

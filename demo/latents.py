@@ -42,7 +42,7 @@ def max_abs_difference(one: bytes, other: bytes) -> float:
     if shape != other_shape:
         raise ValueError(f"the latents have different shapes: {shape} and {other_shape}")
     worst = 0.0
-    for a, b in zip(values, other_values):
+    for a, b in zip(values, other_values, strict=True):
         difference = abs(a - b)
         if difference != difference:
             return float("inf")

@@ -101,12 +101,18 @@ class Block(nn.Module):
         self.cross_kv = nn.Linear(config.context_width, 2 * width)
         self.cross_proj = nn.Linear(width, width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, config.mlp_ratio * width), nn.GELU(approximate="tanh"),
+            nn.Linear(width, config.mlp_ratio * width),
+            nn.GELU(approximate="tanh"),
             nn.Linear(config.mlp_ratio * width, width),
         )
 
     def forward(
-        self, x: Tensor, context: Tensor, vector: Tensor, mask: Tensor | None = None, transformer_options: dict = {}
+        self,
+        x: Tensor,
+        context: Tensor,
+        vector: Tensor,
+        mask: Tensor | None = None,
+        transformer_options: dict | None = None,
     ) -> Tensor:
         """x [B, tokens, width], context [B, L, D], vector [B, width], mask [B, 1, 1, L] -> [B, tokens, width]."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(vector)[:, None].chunk(6, dim=-1)
@@ -147,7 +153,7 @@ class ReferenceDiT(nn.Module):
         timestep: Tensor,
         context: Tensor | None = None,
         control: dict | None = None,
-        transformer_options: dict = {},
+        transformer_options: dict | None = None,
         y: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
@@ -158,8 +164,8 @@ class ReferenceDiT(nn.Module):
         attention_mask [B, L]: true = attend. H and W must be multiples of the patch size (ValueError).
         Raises ForwardStopped between blocks once transformer_options["should_stop"] says so.
         """
-        config, should_stop = self.config, transformer_options.get("should_stop")
-        rows, _, height, width = x.shape
+        config, should_stop = self.config, (transformer_options or {}).get("should_stop")
+        height, width = x.shape[-2:]
         if context is None:
             raise ValueError("the reference DiT needs a context [B, L, D]")
         if height % config.patch or width % config.patch:
@@ -223,7 +229,10 @@ def sample(
     for step in range(steps):
         rows = torch.cat([latent] * len(conditionings))
         options = {
-            "cond_or_uncond": conditionings, "uuids": names, "sigmas": sigmas[step : step + 1], "sample_sigmas": sigmas,
+            "cond_or_uncond": conditionings,
+            "uuids": names,
+            "sigmas": sigmas[step : step + 1],
+            "sample_sigmas": sigmas,
         }
         time = sigmas[step].repeat(rows.shape[0])
         flow = forward(rows, time, context=context, control=None, transformer_options=options)

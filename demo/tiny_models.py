@@ -23,7 +23,7 @@ from .tiny_families import FAMILIES, SCALES, Family, Scale
 __all__ = ["FAMILIES", "SCALES", "Family", "conditioning", "empty_latent", "weight_shapes", "write_model"]
 
 # Bumped when the weights of an unchanged configuration change, so that old files are not taken for new ones.
-WEIGHTS_VERSION = 1
+WEIGHTS_VERSION = 2
 _OWN_KEY = "monarch_tiny_model"
 _GAIN = 0.7
 UNET_OUTPUT = "out.2.weight"
@@ -33,8 +33,13 @@ def conditioning(family: str, seed: int, tokens: int = 8) -> list:
     """ComfyUI CONDITIONING with everything the family needs; a random context [1, tokens, context_width]."""
     entry = FAMILIES[family]
     return random_conditioning(
-        seed, tokens, entry.context_width, pooled=entry.pooled, guidance=entry.guidance,
-        attention_mask=entry.attention_mask, frame_rate=entry.frame_rate,
+        seed,
+        tokens,
+        entry.context_width,
+        pooled=entry.pooled,
+        guidance=entry.guidance,
+        attention_mask=entry.attention_mask,
+        frame_rate=entry.frame_rate,
     )
 
 

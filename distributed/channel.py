@@ -1,7 +1,7 @@
 """TensorChannel: ordered messages between a driver and a worker over one control lane and several data lanes.
 
 A lane is one ZeroMQ socket on the driver's side; the worker has one ROUTER behind one port. Heartbeats are ZeroMQ's own
-PING and PONG: libzmq's I/O thread answers them, so a side that computes, loads or holds the GIL is never taken for dead.
+PING and PONG: libzmq's I/O thread answers them, so a side that computes or holds the GIL is never taken for dead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -34,7 +35,9 @@ class ChannelLost(ConnectionError):
 def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.set(zmq.LINGER, 0)
     sock.set(zmq.SNDHWM, limits.LANE_QUEUE_MESSAGES)
-    sock.set(zmq.RCVHWM, limits.LANE_QUEUE_MESSAGES)
+    # No limit: libzmq stops reading heartbeats too when this queue is full, and would take a busy side for a dead one.
+    # What can wait here is bounded by what the protocol lets the other side send ahead.
+    sock.set(zmq.RCVHWM, 0)
     sock.set(zmq.HEARTBEAT_IVL, int(limits.HEARTBEAT_INTERVAL * 1000))
     sock.set(zmq.HEARTBEAT_TIMEOUT, int(limits.HEARTBEAT_TIMEOUT * 1000))
     sock.set(zmq.HANDSHAKE_IVL, int(limits.CONNECT_TIMEOUT * 1000))
@@ -50,6 +53,7 @@ class Assembler:
         self._allowed = allowed
         self._max_bytes = max_bytes
         self._pending: deque[PartialMessage] = deque()
+        self._pending_bytes = 0
         self._early: dict[int, list[tuple[int, int, memoryview]]] = {}
         self._early_bytes = 0
         self._last_number = 0
@@ -61,12 +65,18 @@ class Assembler:
 
     def control(self, frames: list[memoryview]) -> None:
         """Take the frames of a control lane message. Raises ProtocolError."""
-        partial = PartialMessage(frames, self._allowed, self._max_bytes)
+        if not self._max_bytes and frames[0].nbytes > limits.MAX_HELLO_BYTES:
+            raise ProtocolError("a greeting is too long")
+        room = max(0, limits.MAX_PENDING_BYTES - self._pending_bytes)
+        partial = PartialMessage(frames, self._allowed, min(self._max_bytes, room))
         if partial.number <= self._last_number:
             raise ProtocolError("messages came out of order")
         self._last_number = partial.number
+        self._pending_bytes += partial.nbytes + limits.KEEPING_BYTES
+        if self._pending_bytes > limits.MAX_PENDING_BYTES:
+            raise ProtocolError("too many messages are not complete")
         for index, offset, payload in self._early.pop(partial.number, []):
-            self._early_bytes -= payload.nbytes
+            self._early_bytes -= payload.nbytes + limits.KEEPING_BYTES
             partial.add_chunk(index, offset, payload)
         self._pending.append(partial)
 
@@ -81,7 +91,7 @@ class Assembler:
                 return
         if number <= self._last_number:
             raise ProtocolError("a chunk belongs to a message that is complete")
-        self._early_bytes += frames[1].nbytes
+        self._early_bytes += frames[1].nbytes + limits.KEEPING_BYTES
         if self._early_bytes > min(limits.MAX_EARLY_CHUNK_BYTES, self._max_bytes):
             raise ProtocolError("too many chunks came without their message")
         self._early.setdefault(number, []).append((index, offset, frames[1]))
@@ -90,6 +100,7 @@ class Assembler:
         """Messages that are complete, in order."""
         while self._pending and self._pending[0].complete:
             partial = self._pending.popleft()
+            self._pending_bytes -= partial.nbytes + limits.KEEPING_BYTES
             self.received_bytes += partial.nbytes
             yield partial.message()
 
@@ -110,7 +121,7 @@ class DriverChannel:
     def __init__(self, host: str, port: int, lanes: int = limits.DATA_LANES) -> None:
         """Connect to a worker. Raises ChannelLost with the cause if nothing accepts a connection there."""
         self.address = f"{host}:{port}"
-        _check_reachable(host, port, self.address)
+        reached = _reach(host, port, self.address)
         self.lanes = lanes
         self.lost: str | None = None
         self.sent_bytes = 0
@@ -121,10 +132,9 @@ class DriverChannel:
         self._monitors: list[zmq.Socket[bytes]] = []
         self._sockets: list[zmq.Socket[bytes]] = []
         session = b"M" + os.urandom(_SESSION_BYTES - 1)
-        endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         try:
             for lane in range(lanes + 1):
-                self._add_lane(endpoint, session + bytes([lane]), is_data=lane > 0)
+                self._add_lane(_endpoint(reached, port), session + bytes([lane]), is_data=lane > 0)
         except BaseException:
             self.close()
             raise
@@ -155,16 +165,26 @@ class DriverChannel:
         `while_full` is called while a lane's queue is full; it may raise to give up. Raises ChannelLost, and what
         codec.encode raises.
         """
+        self._require_open()
         self._number += 1
         encoded = encode(Message(kind, self._number, dict(body)))
-        self._send(self._sockets[0], encoded.control, while_full)
-        data = self._sockets[1:]
-        for turn, chunk in enumerate(_chunks(encoded)):
-            self._send(data[turn % len(data)], list(chunk), while_full)
+        control, *data = self._sockets
+        try:
+            self._send(control, encoded.control, while_full)
+            for turn, chunk in enumerate(_chunks(encoded)):
+                self._send(data[turn % len(data)], list(chunk), while_full)
+        except BaseException:
+            # The other side would wait for the rest of this message before it looks at any later one.
+            self.lost = self.lost or f"sending to the worker at {self.address} was given up"
+            raise
         self.sent_bytes += encoded.nbytes
         return self._number
 
-    def _send(self, sock: zmq.Socket[bytes], frames: list[object], while_full: Callable[[], None] | None) -> None:
+    def _require_open(self) -> None:
+        if not self._sockets:
+            raise ChannelLost(self.lost or f"the channel to the worker at {self.address} is closed")
+
+    def _send(self, sock: zmq.Socket[bytes], frames: list[Any], while_full: Callable[[], None] | None) -> None:
         stalled = time.monotonic() + limits.STALL_TIMEOUT
         while True:
             if self.lost:
@@ -184,13 +204,14 @@ class DriverChannel:
     def receive(self, timeout: float) -> list[Message]:
         """Messages that are complete, waiting at most `timeout` seconds for the first frame.
 
-        Raises ChannelLost once the other side is gone and all that it had sent is read.
+        Raises ChannelLost once the other side is gone; what had not been read by then is lost.
         """
+        self._require_open()
         self._poller.poll(max(0, int(timeout * 1000)))
         try:
             for lane, sock in enumerate(self._sockets):
                 self._read_lane(lane, sock)
-            messages = [message for message in self._assembler.take() if message.kind is not Kind.PROBE]
+            messages = [message for message in self._assembler.take() if not self._is_about_channel(message)]
         except ProtocolError as error:
             self.lost = f"the worker at {self.address} broke the protocol: {error}"
             raise ChannelLost(self.lost) from error
@@ -199,6 +220,13 @@ class DriverChannel:
             if self.lost:
                 raise ChannelLost(self.lost)
         return messages
+
+    def _is_about_channel(self, message: Message) -> bool:
+        # A refusal that answers nothing: the worker has dropped this session.
+        if message.kind is Kind.REFUSED and "for" not in message.body:
+            self.lost = self.lost or f"the worker at {self.address} ended the run: {message.body.get('reason')}"
+            return True
+        return message.kind is Kind.PROBE
 
     def _read_lane(self, lane: int, sock: zmq.Socket[bytes]) -> None:
         while True:
@@ -233,15 +261,23 @@ class DriverChannel:
         self._context.term()
 
 
-def _check_reachable(host: str, port: int, address: str) -> None:
-    """ZeroMQ connects in the background and says little; a plain connection first gives the operating system's word."""
+def _endpoint(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _reach(host: str, port: int, address: str) -> str:
+    """The IP address of `host` that accepts connections. Raises ChannelLost with the operating system's word.
+
+    ZeroMQ connects in the background, says little, and tries only the first address of a name.
+    """
     try:
-        socket.create_connection((host, port), timeout=limits.CONNECT_TIMEOUT).close()
+        with socket.create_connection((host, port), timeout=limits.CONNECT_TIMEOUT) as probe:
+            return socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST)[0]
     except ConnectionRefusedError:
         raise ChannelLost(f"nothing listens at {address}; start the worker there") from None
     except TimeoutError:
         raise ChannelLost(f"{address} does not answer; check the address, the cable and the firewall") from None
-    except socket.gaierror:
+    except (socket.gaierror, ValueError):  # ValueError: no name at all, such as one with empty or overlong labels
         raise ChannelLost(f"the name {host!r} is not known; check the address in the configuration") from None
     except OSError as error:
         raise ChannelLost(f"{address} cannot be reached ({error.strerror or error})") from None
@@ -260,7 +296,7 @@ class WorkerChannel:
         self._sock.set(zmq.ROUTER_MANDATORY, 1)
         self._sock.set(zmq.SNDTIMEO, int(limits.HELLO_TIMEOUT * 1000))
         try:
-            self._sock.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            self._sock.bind(_endpoint(host, port))
         except zmq.ZMQError:
             self._sock.close(linger=0)
             raise
@@ -275,7 +311,7 @@ class WorkerChannel:
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """(session, message) of every message that is complete now, without waiting.
 
-        A session that breaks the protocol is dropped without an answer.
+        A session that breaks the protocol is told so and dropped.
         """
         touched: dict[bytes, None] = {}
         # Bounded, so that a flood from outside cannot keep the caller from its other work.
@@ -294,13 +330,15 @@ class WorkerChannel:
             try:
                 for message in state.assembler.take():
                     yield session, message
-            except ProtocolError:
-                self.drop(session)
+            except ProtocolError as error:
+                self.drop(session, str(error))
 
     def _accept(self, identity: bytes, frames: list[memoryview]) -> bytes | None:
         if len(identity) != _SESSION_BYTES + 1 or not identity.startswith(b"M") or not frames:
             return None
         session, lane = identity[:_SESSION_BYTES], identity[_SESSION_BYTES]
+        if lane > limits.MAX_LANES:
+            return None
         state = self._sessions.get(session)
         if state is None:
             state = self._sessions[session] = _Session()
@@ -311,8 +349,8 @@ class WorkerChannel:
                 state.assembler.control(frames)
             elif frames[0] != _LANE_READY:
                 state.assembler.data(frames)
-        except ProtocolError:
-            self.drop(session)
+        except ProtocolError as error:
+            self.drop(session, str(error))
             return None
         return session
 
@@ -338,6 +376,8 @@ class WorkerChannel:
         state.number += 1
         encoded = encode(Message(kind, state.number, dict(body)))
         lanes = sorted(state.lanes - {0})
+        if encoded.chunked and not lanes:
+            raise ChannelLost("the driver has no data lanes")
         try:
             self._sock.send_multipart([session + b"\0", *encoded.control], copy=False)
             for turn, chunk in enumerate(_chunks(encoded)):
@@ -346,9 +386,14 @@ class WorkerChannel:
             self.drop(session)
             raise ChannelLost("the driver is no longer connected") from error
 
-    def drop(self, session: bytes) -> None:
-        """Forget a session; what still comes from it starts a new, empty one."""
-        self._sessions.pop(session, None)
+    def drop(self, session: bytes, reason: str | None = None) -> None:
+        """Forget a session and tell its driver the `reason`, if any. What still comes from it starts a new one."""
+        state = self._sessions.pop(session, None)
+        if state is None or reason is None or 0 not in state.lanes:
+            return
+        refusal = encode(Message(Kind.REFUSED, state.number + 1, {"reason": reason}))
+        with contextlib.suppress(zmq.ZMQError):
+            self._sock.send_multipart([session + b"\0", *refusal.control], flags=zmq.NOBLOCK)
 
     def close(self) -> None:
         self._sock.close(linger=int(limits.CLOSE_LINGER_SECONDS * 1000))

@@ -5,7 +5,10 @@ A missing file means that there is no worker; a broken one is an error that name
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +34,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def load_configuration(path: Path | None = None) -> Configuration:
     """Read the configuration. Raises ConfigurationError for a file that cannot be used."""
     file = path or configuration_file()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Notepad writes the signature
     except FileNotFoundError:
         return Configuration(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -98,6 +101,9 @@ def load_configuration(path: Path | None = None) -> Configuration:
     tables = data.get("clusters", {})
     if not isinstance(default, str) or not isinstance(tables, dict):
         raise ConfigurationError(f'{file}: "default" is a name and "clusters" a table; see the README for an example.')
+    unknown = sorted(set(data) - {"default", "clusters"})
+    if unknown:
+        raise ConfigurationError(f"{file}: unknown settings: {', '.join(unknown)}; a cluster is [clusters.<name>].")
     clusters = {name: _cluster(file, name, table) for name, table in tables.items()}
     return Configuration(file, True, default, clusters)
 
@@ -124,6 +130,14 @@ def parse_address(file: Path | str, text: Any) -> Address:
             port = rest.removeprefix(":") or port
         elif host.count(":") == 1:
             host, _, port = host.partition(":")
-        if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+        if _is_host(host) and port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536:
             return Address(host, int(port))
     raise ConfigurationError(f"{file}: {text!r} is not an address; write it as host:port, such as 127.0.0.1:7690.")
+
+
+def _is_host(text: str) -> bool:
+    if ":" not in text:
+        return re.fullmatch(r"[\w.-]+", text) is not None
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text))
+    return False

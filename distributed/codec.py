@@ -31,10 +31,10 @@ class ProtocolError(ValueError):
 class NotPlainData(TypeError):
     """A value that cannot travel: it is neither plain data nor a tensor. `path` says where it stood."""
 
-    def __init__(self, path: str, value: object) -> None:
+    def __init__(self, path: str, value: object, why: str = "which is not plain data") -> None:
         self.path = path
         self.value = value
-        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
+        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, {why}")
 
 
 @dataclass(frozen=True)
@@ -93,44 +93,59 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     plain = plain.to("cpu").contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    # as_strided: a tensor of one element may have any stride, which view(dtype) takes for a gap.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def empty_tensor(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
-    """A new CPU tensor for `spec` and a writable view of its bytes."""
-    storage = torch.empty(spec.nbytes, dtype=torch.uint8)
-    if spec.nbytes == 0:
-        return torch.empty(spec.shape, dtype=spec.dtype), memoryview(b"")
-    return storage.view(spec.dtype).reshape(spec.shape), memoryview(storage.numpy())
+    """A new CPU tensor for `spec` and a writable view of its bytes. Raises ProtocolError if torch cannot make it."""
+    try:
+        if spec.nbytes == 0:
+            return torch.empty(spec.shape, dtype=spec.dtype), memoryview(bytearray())
+        storage = torch.empty(spec.nbytes, dtype=torch.uint8)
+        return storage.view(spec.dtype).reshape(spec.shape), storage.numpy().data
+    except RuntimeError as error:  # no memory, or an empty shape whose strides overflow
+        raise ProtocolError(f"a tensor of {spec.nbytes} bytes and shape {spec.shape} cannot be made here") from error
 
 
 # --- plain data with tensors in it -----------------------------------------------------------------------------------
 # JSON has no tuples, tensors or dtypes: they become an object with one key that starts with "~".
 
 
-def _pack(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
+def _pack(value: Any, tensors: list[torch.Tensor], path: str, depth: int = 0) -> Any:
+    if depth > limits.MAX_TREE_DEPTH:
+        raise NotPlainData(path, value, "nested too deeply to be sent")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            raise NotPlainData(path, value)
+        if not _can_travel(value):
+            raise NotPlainData(path, value, f"of a kind ({value.dtype}, {value.layout}) that cannot be sent")
         tensors.append(value)
         return {"~t": len(tensors) - 1}
     if isinstance(value, Kept):
         return {"~k": value.name}
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and value in _DTYPE_NAMES:
         return {"~y": _DTYPE_NAMES[value]}
     if isinstance(value, torch.Size):
         return {"~z": list(value)}
     if type(value) is list:
-        return [_pack(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_pack(item, tensors, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {"~u": [_pack(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]}
+        return {"~u": [_pack(item, tensors, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("~") for key in value):
-            return {key: _pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
-        return {"~d": [[_pack(key, tensors, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]}
+            return {key: _pack(item, tensors, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        pairs = [
+            [_pack(key, tensors, path, depth + 1), _pack(item, tensors, f"{path}[{key!r}]", depth + 1)]
+            for key, item in value.items()
+        ]
+        return {"~d": pairs}
     raise NotPlainData(path, value)
+
+
+def _can_travel(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and not tensor.is_nested and not tensor.is_meta and tensor.dtype in _DTYPE_NAMES
 
 
 def _unpack(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
@@ -236,16 +251,15 @@ class PartialMessage:
         self._tensors: list[torch.Tensor] = []
         self._missing: dict[int, tuple[memoryview, set[int]]] = {}
         self._missing_bytes = 0
-        inline = frames[1:]
-        if len(inline) != sum(spec.inline for spec in specs):
-            raise ProtocolError("a message has a wrong number of frames")
+        inline_bytes = [spec.nbytes for spec in specs if spec.inline]
+        if [frame.nbytes for frame in frames[1:]] != inline_bytes:
+            raise ProtocolError("the frames of a message do not match its header")
+        inline = iter(frames[1:])
         for index, spec in enumerate(specs):
-            if spec.inline and inline[0].nbytes != spec.nbytes:
-                raise ProtocolError("a tensor frame has a wrong length")
             tensor, view = empty_tensor(spec)
             self._tensors.append(tensor)
             if spec.inline:
-                view[:] = inline.pop(0)
+                view[:] = next(inline)
             else:
                 self._missing[index] = (view, set())
                 self._missing_bytes += spec.nbytes

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,15 +39,18 @@ class FileRef:
         if not isinstance(data, dict) or set(data) != {"folder", "name", "bytes", "digest"}:
             raise ProtocolError("a file is described wrongly")
         ref = cls(**data)
-        hexadecimal = isinstance(ref.digest, str) and len(ref.digest) == 40 and set(ref.digest) <= set("0123456789abcdef")
-        if not hexadecimal or not isinstance(ref.name, str) or type(ref.bytes) is not int or ref.bytes < 8:
+        if not isinstance(ref.digest, str) or re.fullmatch("[0-9a-f]{40}", ref.digest) is None:
+            raise ProtocolError("a file is described wrongly")
+        if not isinstance(ref.name, str) or type(ref.bytes) is not int:
+            raise ProtocolError("a file is described wrongly")
+        if not 8 <= ref.bytes < 1 << 63:
             raise ProtocolError("a file is described wrongly")
         if ref.folder is not None and not isinstance(ref.folder, str):
             raise ProtocolError("a file is described wrongly")
         return ref
 
 
-_digests: dict[tuple[str, int, int], str] = {}
+_digests: dict[tuple[str | int, ...], str] = {}
 
 
 def file_digest(path: Path) -> str:
@@ -54,7 +59,8 @@ def file_digest(path: Path) -> str:
     Reads at most the header and DIGEST_BLOCKS blocks, whatever the size. Raises OSError.
     """
     status = path.stat()
-    key = (str(path), status.st_size, status.st_mtime_ns)
+    # The change time too: copying with preserved times gives other content the same modification time.
+    key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if key not in _digests:
         _digests[key] = _sampled_digest(path, status.st_size)
     return _digests[key]
@@ -113,13 +119,19 @@ class FileCache:
         if ref.bytes > self.max_bytes:
             raise OSError(f"{ref.name} needs {_gb(ref.bytes)}, the worker's file cache holds {_gb(self.max_bytes)}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob("*.part"):
-            stale.unlink(missing_ok=True)
+        self._remove_stale()
         self._make_room(ref.bytes)
         free = shutil.disk_usage(self.folder).free
         if ref.bytes > free - limits.FILE_CACHE_RESERVE_BYTES and ref.bytes > limits.FILE_CHUNK_BYTES * 16:
             raise OSError(f"{ref.name} needs {_gb(ref.bytes)}, the worker's disk has {_gb(free)} free at {self.folder}")
         return IncomingFile(ref, self._path(ref))
+
+    def _remove_stale(self) -> None:
+        """Remove what a killed worker left; another worker that shares the folder writes to its own all the time."""
+        for part in self.folder.glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > limits.STALL_TIMEOUT:
+                    part.unlink()
 
     def _make_room(self, needed: int) -> None:
         held = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
@@ -128,7 +140,7 @@ class FileCache:
             if total + needed <= self.max_bytes:
                 return
             total -= path.stat().st_size
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 class IncomingFile:
@@ -138,7 +150,7 @@ class IncomingFile:
         self.ref = ref
         self.received = 0
         self._target = target
-        self._part = target.with_suffix(".part")
+        self._part = target.with_name(f"{target.stem}.{os.getpid()}.part")
         self._hash = hashlib.blake2b(digest_size=20)
         self._file: BinaryIO = self._part.open("wb")
 
@@ -152,8 +164,8 @@ class IncomingFile:
 
     def finish(self, content_digest: str) -> Path:
         """Check what arrived and put it in place. Raises OSError if it is not what was announced."""
-        self._file.close()
         try:
+            self._file.close()
             if self.received != self.ref.bytes or self._hash.hexdigest() != content_digest:
                 raise OSError(f"{self.ref.name} arrived damaged; render again to send it again")
             if _sampled_digest(self._part, self.received) != self.ref.digest:

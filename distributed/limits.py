@@ -14,6 +14,8 @@ DEFAULT_PORT = 7690
 
 # One message
 MAX_HEADER_BYTES = 32 * MIB
+# The header of a HELLO; nobody has said yet who sends it.
+MAX_HELLO_BYTES = 64 * 1024
 MAX_TENSORS = 65_536
 MAX_TENSOR_DIMS = 16
 MAX_MESSAGE_BYTES = 4 * GIB
@@ -29,6 +31,10 @@ CHUNK_BYTES = 1 * MIB
 INLINE_BYTES = 64 * 1024
 # Chunks of messages whose header has not arrived yet (lanes are separate connections, so they can overtake it).
 MAX_EARLY_CHUNK_BYTES = 1 * GIB
+# Messages that are not complete yet, all of them together.
+MAX_PENDING_BYTES = 2 * MAX_MESSAGE_BYTES
+# What keeping a chunk or a message costs besides its bytes; libzmq shares one buffer of this size among small frames.
+KEEPING_BYTES = 8 * 1024
 LANE_QUEUE_MESSAGES = 512
 POLL_SECONDS = 0.05
 CLOSE_LINGER_SECONDS = 0.25

@@ -10,10 +10,16 @@ from typing import Any
 
 from .codec import NotPlainData, pack_plain
 
-# Bookkeeping of the driver's ComfyUI that no forward on a worker may see.
+# Bookkeeping of the driver's ComfyUI, which no forward reads, or which each machine sets for itself.
 _DRIVER_ONLY = frozenset(
-    {"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override", "uuids"}
-    | {"prefetch_dynamic_vbars", "multigpu_thread_device"}
+    {"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override", "uuids", "context_window"}
+    | {"easycache", "prefetch_dynamic_vbars", "multigpu_thread_device"}
+)
+# Tensors and dicts that forwards read. Others might hold what a forward remembers from one step to the next, which
+# cannot be in two places, so they do not travel.
+_READ_ONLY = frozenset(
+    {"sigmas", "sample_sigmas", "cond_or_uncond", "rope_options", "grid_sizes", "img_slice", "activations_shape"}
+    | {"original_shape", "block", "chroma_radiance_options", "stg_self_attn_blocks", "stg_skip_self_attn"}
 )
 # Wrapper kinds that run around the forward, on the driver. DIFFUSION_MODEL wrappers run inside it.
 _OUTSIDE = frozenset(
@@ -60,6 +66,12 @@ def code_in_the_forward(options: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def plain_options(options: dict[str, Any]) -> dict[str, Any]:
     """The part of transformer_options that travels. Raises NotReproducible with what cannot."""
     reasons = code_in_the_forward(options)
@@ -69,9 +81,13 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
             continue
         try:
             pack_plain(value, name)
-            plain[name] = value
         except NotPlainData as error:
             reasons.append(f"transformer_options[{name!r}] holds {owner(error.value)}, which cannot be sent")
+            continue
+        if name in _READ_ONLY or _is_setting(value):
+            plain[name] = value
+        else:
+            reasons.append(f"transformer_options[{name!r}] may hold state of the model, which cannot be in two places")
     if reasons:
         raise NotReproducible(reasons)
     return plain

@@ -16,7 +16,7 @@ import torch
 from . import limits
 from .channel import ChannelLost, DriverChannel
 from .cluster import Address
-from .codec import Kept
+from .codec import Kept, NotPlainData
 from .files import read_chunks
 from .messages import Kind, Message
 from .recipe import Recipe
@@ -62,16 +62,20 @@ class Peer:
         """Greet the worker. Returns warnings; raises PeerFailed if it cannot serve this driver."""
         try:
             self._channel = DriverChannel(self._host, self._port)
-            number = self._channel.send(Kind.HELLO, {"lanes": self._channel.lanes, **versions.as_dict()})
-            try:
-                answer = self._wait(number, timeout=limits.HELLO_TIMEOUT)
-            except TimeoutError:
-                raise PeerFailed(
-                    f"what listens at {self.address} does not answer as a Monarch worker of this version; "
-                    "start the worker of the same pack there"
-                ) from None
         except ChannelLost as error:
             raise PeerFailed(str(error)) from None
+        accepted = time.monotonic()
+        try:
+            number = self._channel.send(Kind.HELLO, {"lanes": self._channel.lanes, **versions.as_dict()})
+            answer = self._wait(number, timeout=limits.HELLO_TIMEOUT)
+        except (ChannelLost, TimeoutError) as error:
+            # A frozen worker and another program look alike here: the system accepts, and then there is silence.
+            if time.monotonic() - accepted < limits.CONNECT_TIMEOUT:
+                raise PeerFailed(str(error)) from None
+            raise PeerFailed(
+                f"what listens at {self.address} does not answer as a Monarch worker of this version; "
+                "start the worker of the same pack there, or start it again if it hangs"
+            ) from None
         if answer.kind is not Kind.WELCOME:
             raise PeerFailed(f"the worker at {self.address} refused: {answer.body.get('reason')}")
         self.name = str(answer.body.get("name") or self.address)
@@ -100,6 +104,8 @@ class Peer:
             raise PeerFailed(f"{self.name}: {error}") from None
         except OSError as error:
             raise PeerFailed(f"{recipe.path} cannot be read: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerFailed(f"{self.name} gave an answer that makes no sense ({error})") from None
 
     def _send_file(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
         channel, total = self._open_channel(), recipe.file.bytes
@@ -120,8 +126,8 @@ class Peer:
             progress(acknowledged, total)
 
     def _acknowledged(self, begun: int) -> int:
-        answer = self._wait(begun)
-        if answer.kind is Kind.FAILED:
+        answer = self._wait(begun, or_for=self._prepared)
+        if answer.kind is not Kind.FILE_ACK:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
         return int(answer.body["bytes"])
 
@@ -138,15 +144,24 @@ class Peer:
     # --- forwards -----------------------------------------------------------------------------------------------
 
     def start(self, call: Call) -> int:
-        """Send the share `call`; its transformer_options are plain. Returns a ticket for `finish`. Raises PeerFailed."""
+        """Send the share `call`; its transformer_options are plain. Returns a ticket for finish. Raises PeerFailed."""
         fresh: dict[int | str, torch.Tensor] = {}
         kwargs = {
             name: value if name in ("control", "transformer_options") else self._kept.place(name, value, fresh)
             for name, value in call.kwargs.items()
         }
-        body = {"args": list(call.args), "kwargs": kwargs, "keep": fresh, "drop": self._kept.take_dropped()}
+        body = {"args": _own(list(call.args)), "kwargs": _own(kwargs), "keep": fresh, "drop": self._kept.take_dropped()}
         try:
             return self._open_channel().send(Kind.FORWARD, body, while_full=self._check)
+        except ChannelLost as error:
+            raise PeerFailed(f"{self.name}: {error}") from None
+        except (NotPlainData, ValueError) as error:
+            raise PeerFailed(f"{self.name} cannot be sent its share: {error}") from None
+
+    def look(self) -> None:
+        """Read what has come, without waiting. Raises PeerFailed if the worker is gone."""
+        try:
+            self._collect(0)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
 
@@ -163,7 +178,10 @@ class Peer:
         answer = self._wait_or_fail(ticket)
         if answer.kind is not Kind.RESULT:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        return Share(answer.body["output"], float(answer.body["seconds"]))
+        try:
+            return Share(answer.body["output"], float(answer.body["seconds"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerFailed(f"{self.name} gave an answer that makes no sense ({error})") from None
 
     def close(self, *, cancel: bool) -> None:
         """End the run on the worker; with `cancel` it also stops what it computes."""
@@ -191,9 +209,12 @@ class Peer:
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
 
-    def _wait(self, number: int, timeout: float | None = None) -> Message:
+    def _wait(self, number: int, *, or_for: int = 0, timeout: float | None = None) -> Message:
+        """The answer for message `number`, or for `or_for` if that comes first."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while number not in self._answers:
+            if or_for in self._answers:
+                return self._answers.pop(or_for)
             self._check()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
@@ -205,6 +226,20 @@ class Peer:
             answered = message.body.get("for")
             if isinstance(answered, int):
                 self._answers[answered] = message
+
+
+def _own(value: Any) -> Any:
+    """`value` with copies of the tensors on the CPU, whose memory is sent as it is when the network gets to it.
+
+    The forward that starts here meanwhile may write into its arguments. Tensors elsewhere are copied to the CPU anyway.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.device.type == "cpu" else value
+    if type(value) in (list, tuple):
+        return type(value)(_own(item) for item in value)
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    return value
 
 
 class _KeptTensors:
@@ -227,7 +262,8 @@ class _KeptTensors:
             return value
         versions = self._versions.setdefault(path, [])
         for position, (name, held) in enumerate(versions):
-            if held.shape == value.shape and held.dtype == value.dtype and torch.equal(held, value):
+            alike = (held.shape, held.dtype, held.device) == (value.shape, value.dtype, value.device)
+            if alike and torch.equal(held, value):
                 versions.append(versions.pop(position))
                 return Kept(name)
         if self._bytes + value.nbytes > limits.RUN_TENSOR_CACHE_BYTES:
@@ -238,9 +274,9 @@ class _KeptTensors:
             self._bytes -= held.nbytes
         self._next += 1
         # A copy: a forward that writes into its arguments must not change what is compared with.
-        versions.append((self._next, value.detach().clone()))
+        fresh[self._next] = value.detach().clone()
+        versions.append((self._next, fresh[self._next]))
         self._bytes += value.nbytes
-        fresh[self._next] = value
         return Kept(self._next)
 
     def take_dropped(self) -> list[int]:

@@ -60,7 +60,7 @@ class Costs:
         self.trials = [*self.trials, seconds][-limits.TRIAL_FORWARDS :]
 
     def alone_estimate(self, rows: int, driver: str) -> float | None:
-        """Seconds the driver alone needs for `rows` rows. Rows at its own pace are an upper bound: batching only helps."""
+        """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
         pace = self.paces.get(driver)
         linear = rows / pace if pace else None
         known = [seconds for seconds in (self.alone, linear) if seconds is not None]

@@ -74,8 +74,6 @@ def _foreign_code(patcher: Any) -> Iterable[str]:
     diffusion_model = patcher.model.diffusion_model
     if hasattr(diffusion_model, "_orig_mod") or getattr(diffusion_model, "_compiled_call_impl", None) is not None:
         yield "the model is compiled"
-    if "forward" in vars(diffusion_model):
-        yield f"another pack replaced the model's forward: {owner(diffusion_model.forward)}"
     if getattr(patcher, "additional_models", {}).get("multigpu"):
         yield "the model is already split over this machine's GPUs (MultiGPU CFG Split)"
 

@@ -1,6 +1,6 @@
 """Row split: cut the arguments of a forward along the batch dimension, join the outputs.
 
-A row is one batch item under one conditioning. Every argument whose first dimension is the batch is cut, others go whole.
+A row is one batch item under one conditioning. What has the batch as first dimension is cut, the rest goes whole.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def join(parts: list[Any]) -> Any:
 def _cut_argument(name: str, value: Any, rows: int, start: int, stop: int) -> Any:
     if name == "transformer_options" and value is not None:
         return _cut_options(value, rows, start, stop)
-    if name == "control" and isinstance(value, dict):
-        return {part: _cut_value(residuals, rows, start, stop) for part, residuals in value.items()}
     return _cut_value(value, rows, start, stop)
 
 
@@ -64,6 +62,8 @@ def _cut_value(value: Any, rows: int, start: int, stop: int) -> Any:
         return value[start:stop] if value.ndim and value.shape[0] == rows else value
     if type(value) in (list, tuple):
         return type(value)(_cut_value(item, rows, start, stop) for item in value)
+    if type(value) is dict:
+        return {key: _cut_value(item, rows, start, stop) for key, item in value.items()}
     return value
 
 

@@ -15,7 +15,8 @@ import torch
 from . import limits, plan, rows
 from .branches import Branch
 from .cluster import Cluster
-from .options import NotReproducible, plain_options
+from .codec import NotPlainData, pack_plain
+from .options import NotReproducible, owner, plain_options
 from .peer import Peer, PeerFailed
 from .plan import Costs, History
 from .recipe import Recipe
@@ -61,6 +62,7 @@ class Session:
         self._conditionings = _Conditionings()
         self._first_forward_at: float | None = None
         self._load_seconds = 0.0
+        self._warm: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Session:
         return self
@@ -94,6 +96,8 @@ class Session:
             with self._released_on_failure(peer):
                 for warning in peer.connect(self._versions, allow_mismatch=self._cluster.allow_version_mismatch):
                     self.report.add_event(warning)
+                if any(other.name == peer.name for other in self._peers if other is not peer):
+                    peer.name = f"{peer.name} ({peer.address})"
                 peer.prepare(self._recipe, self._progress)
 
     @contextlib.contextmanager
@@ -115,11 +119,11 @@ class Session:
 
     def _ready_peers(self) -> list[Peer]:
         """Peers that hold a replica, waiting for those that still load."""
+        began = time.perf_counter()
         self.start()
         recipe = self._recipe
         if recipe is None:
             return []
-        began = time.perf_counter()
         for peer in list(self._peers):
             with self._released_on_failure(peer):
                 peer.wait_ready(recipe)
@@ -141,8 +145,7 @@ class Session:
 
         Same result as calling it. Raises what it raises, and what `check` raises.
         """
-        if self._first_forward_at is None:
-            self._first_forward_at = time.perf_counter()
+        self._begin_time()
         call = Call(args, kwargs)
         self.report.forwards += 1
         if self._conditionings.branch is not None:
@@ -151,6 +154,7 @@ class Session:
             output = forward(*args, **kwargs)
             self._conditionings.advance_arrived()
             return output
+        self._look_at_peers()
         if call.rows < 2 and not self._conditionings.apart:
             self.report.add_reason("one row (CFG 1 and batch 1) has nothing to split by rows")
             return forward(*args, **kwargs)
@@ -165,15 +169,29 @@ class Session:
             return forward(*args, **kwargs)
         return self._split_rows(forward, call, plain, peers)
 
+    def _begin_time(self) -> None:
+        if self._first_forward_at is None:
+            self._first_forward_at = time.perf_counter()
+
+    def _look_at_peers(self) -> None:
+        """Notice peers that are gone; what the others say is read even while nothing is asked of them."""
+        for peer in list(self._peers):
+            with self._released_on_failure(peer):
+                peer.look()
+
     def _plain(self, call: Call) -> Call | None:
         """The call with only plain data in its transformer_options, or None with the reason on record."""
         try:
             options = plain_options(call.kwargs.get("transformer_options") or {})
+            plain = Call(call.args, {**call.kwargs, "transformer_options": options})
+            pack_plain([list(plain.args), plain.kwargs], "the forward's arguments")
+            return plain
         except NotReproducible as error:
             for reason in error.reasons:
                 self.report.add_reason(reason)
-            return None
-        return Call(call.args, {**call.kwargs, "transformer_options": options})
+        except NotPlainData as error:
+            self.report.add_reason(f"the forward is given {owner(error.value)}, which cannot be sent")
+        return None
 
     def _alone(self, forward: Forward, call: Call, costs: Costs) -> Any:
         """Compute a forward here, and record what it costs this machine alone."""
@@ -197,8 +215,8 @@ class Session:
                 difference = _relative_difference(_on_device(share.output, expected), expected)
                 if not difference <= _tolerance(expected):
                     raise PeerFailed(
-                        f"{peer.name} computes something else than this machine (relative difference {difference:.1e}); "
-                        "check that both have the same software and kind of GPU"
+                        f"{peer.name} computes something else than this machine "
+                        f"(relative difference {difference:.1e}); check that both have the same software and kind of GPU"
                     )
                 if self._recipe is not None:
                     _agreed.add((self._recipe.digest, peer.worker_id))
@@ -221,19 +239,23 @@ class Session:
                 with self._released_on_failure(peer):
                     tickets.append((peer, peer.start(rows.cut(plain, start, stop)), start, stop))
         local, seconds = _timed(forward, rows.cut(call, 0, shares[0]))
-        costs.record_pace(DRIVER, shares[0], seconds)
+        self._record_pace(costs, DRIVER, shares[0], seconds)
         parts = {0: local}
         waited = time.perf_counter()
         for peer, ticket, start, stop in tickets:
             with self._released_on_failure(peer):
                 share = peer.finish(ticket)
+                if not _continues(share.output, stop - start, local):
+                    raise PeerFailed(f"{peer.name} gave an output of another shape or type than this machine")
                 parts[start] = _on_device(share.output, local)
-                costs.record_pace(peer.worker_id, stop - start, share.seconds)
+                self._record_pace(costs, peer.worker_id, stop - start, share.seconds)
         self.report.waiting += time.perf_counter() - waited
-        if len(parts) > 1:
+        split = len(parts) > 1
+        if split:
             self.report.forwards_split += 1
             self.report.split = "rows"
-            self.report.rows = {DRIVER: shares[0], **{peer.name: stop - start for peer, _, start, stop in tickets}}
+            given = {peer.name: stop - start for peer, _, start, stop in tickets if start in parts}
+            self.report.rows = {DRIVER: shares[0], **given}
         complete = True
         for start, stop in spans:
             if start < stop and start not in parts:
@@ -242,12 +264,22 @@ class Session:
                 parts[start] = forward(*part.args, **part.kwargs)
         output = rows.join([parts[start] for start in sorted(parts)])
         if complete:
-            self._record_split(costs, time.perf_counter() - began, costs.alone_estimate(call.rows, DRIVER))
+            self._record_split(costs, time.perf_counter() - began, call.rows, split)
         return output
 
-    def _record_split(self, costs: Costs, seconds: float, alone: float | None) -> None:
+    def _record_pace(self, costs: Costs, node: str, size: int, seconds: float) -> None:
+        """A node's first share of a kind in a run also pays for warming up, which says nothing of its pace."""
+        if (node, id(costs)) in self._warm:
+            costs.record_pace(node, size, seconds)
+        self._warm.add((node, id(costs)))
+
+    def _record_split(self, costs: Costs, seconds: float, size: int, split: bool) -> None:
+        """A forward of `size` rows (or conditionings) was shared out; `split` says whether any went to a worker."""
         costs.record_split(seconds)
-        if alone is not None:
+        alone = costs.alone_estimate(size, DRIVER)
+        if not split:
+            self.report.add_reason("the workers are too slow to get a share")
+        elif alone is not None:
             self.report.split_seconds += seconds
             self.report.alone_seconds += alone
 
@@ -258,7 +290,9 @@ class Session:
 
         `stock()` computes them all here and gives the same list; `shape` says which forwards cost alike.
         """
+        self._begin_time()
         self._conditionings.apart = True
+        self._look_at_peers()
         peers = self._ready_peers()
         if not peers or self._unproven(peers):
             return stock()
@@ -285,20 +319,22 @@ class Session:
             local_began = time.perf_counter()
             results = [call() for call in calls[: shares[0]]]
             _synchronize(results)
-            costs.record_pace(DRIVER, shares[0], time.perf_counter() - local_began)
+            self._record_pace(costs, DRIVER, shares[0], time.perf_counter() - local_began)
             waited = time.perf_counter()
             for branch in branches:
                 results += branch.finish()
             self.report.waiting += time.perf_counter() - waited
         seconds = time.perf_counter() - began
         for branch in branches:
-            if branch.remote:
-                costs.record_pace(branch.peer.worker_id, branch.conditionings, branch.seconds)
-        if any(branch.remote for branch in branches):
+            if branch.remote and branch.peer in self._peers:
+                self._record_pace(costs, branch.peer.worker_id, branch.conditionings, branch.seconds)
+        split = any(branch.remote for branch in branches)
+        if split:
             self.report.forwards_split += self.report.forwards - forwards
             self.report.split = "conditionings"
             self.report.rows = {DRIVER: shares[0], **{b.peer.name: b.conditionings for b in branches if b.remote}}
-            self._record_split(costs, seconds, costs.alone_estimate(len(calls), DRIVER))
+        if (split or not branches) and all(branch.peer in self._peers for branch in branches):
+            self._record_split(costs, seconds, len(calls), split)
         return results
 
     def _forward_in_branch(self, forward: Forward, call: Call, branch: _PeerBranch) -> Any:
@@ -308,6 +344,8 @@ class Session:
                 ticket = branch.peer.start(rows.cut(plain, 0, plain.rows))
                 branch.park(ticket)
                 share = branch.peer.finish(ticket)
+                if rows.row_count(share.output) != call.rows:
+                    raise PeerFailed(f"{branch.peer.name} gave an output of another shape than was asked for")
                 branch.remote += 1
                 branch.seconds += share.seconds
                 return _on_device(share.output, call.args[0])
@@ -397,7 +435,7 @@ def _spans(shares: Sequence[int]) -> list[tuple[int, int]]:
     return [(sum(shares[:i]), sum(shares[: i + 1])) for i in range(len(shares))]
 
 
-# --- outputs ------------------------------------------------------------------------------------------------------------
+# --- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def _timed(forward: Forward, call: Call) -> tuple[Any, float]:
@@ -423,6 +461,15 @@ def _on_device(output: Any, like: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.to(device)
     return type(output)(tensor.to(device) for tensor in output)
+
+
+def _continues(output: Any, count: int, local: Any) -> bool:
+    """Whether `output` is `count` more rows of what `local` is."""
+    got, want = _tensors(output), _tensors(local)
+    return len(got) == len(want) and all(
+        (len(theirs), theirs.shape[1:], theirs.dtype) == (count, ours.shape[1:], ours.dtype)
+        for theirs, ours in zip(got, want, strict=True)
+    )
 
 
 def _last_row(output: Any) -> Any:

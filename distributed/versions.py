@@ -82,7 +82,8 @@ def _installed(package: str) -> str:
 @lru_cache(maxsize=4)
 def _code_digest(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.rglob("*.py")):
+    # By text: Windows would sort paths without regard to case.
+    for path in sorted(folder.rglob("*.py"), key=Path.as_posix):
         digest.update(path.relative_to(folder).as_posix().encode())
         # The same code checked out on Windows has other line ends.
         digest.update(path.read_bytes().replace(b"\r\n", b"\n"))

@@ -15,19 +15,22 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, Protocol, TypeVar
 
 import torch
 import zmq
 
 from . import limits
 from .channel import ChannelLost, WorkerChannel
-from .codec import ProtocolError, replace_kept
+from .codec import NotPlainData, ProtocolError, replace_kept
 from .files import FileCache, FileRef, IncomingFile
 from .messages import Kind, Message
 from .patch_cache import PatchCache
 from .recipe import tree_digest
 from .versions import Versions, mismatch
+
+_T = TypeVar("_T")
 
 
 class Replica(Protocol):
@@ -62,6 +65,10 @@ class Runtime(Protocol):
         ...
 
 
+# How long a greeting waits for the driver that is served to end its run before it is refused.
+_GOODBYE_SECONDS = 0.3
+
+
 @dataclass
 class _Preparation:
     number: int
@@ -69,6 +76,15 @@ class _Preparation:
     file: FileRef
     path: Path | None
     missing: set[str]
+    incoming: IncomingFile | None = None
+    incoming_number: int = 0
+
+
+class _HeldTensors(dict[int | str, torch.Tensor]):
+    """Tensors that a run's forwards name. What is looked up is a copy: a forward may write into its arguments."""
+
+    def __getitem__(self, name: int | str) -> torch.Tensor:
+        return super().__getitem__(name).clone()
 
 
 @dataclass
@@ -78,11 +94,9 @@ class _Driver:
     session: bytes
     since: float = field(default_factory=time.time)
     preparation: _Preparation | None = None
-    incoming: IncomingFile | None = None
-    incoming_number: int = 0
     # Owned by the compute thread.
     replica: Replica | None = None
-    kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    kept: _HeldTensors = field(default_factory=_HeldTensors)
 
 
 class Worker:
@@ -141,14 +155,18 @@ class Worker:
         driver, self._driver = self._driver, None
         if driver is None:
             return
-        if driver.incoming is not None:
-            driver.incoming.discard()
+        if driver.preparation is not None and driver.preparation.incoming is not None:
+            driver.preparation.incoming.discard()
         self._jobs.cancel(driver.session)
         self._channel.drop(driver.session)
 
     def _answer(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
         try:
-            self._channel.send(session, kind, body)
+            try:
+                self._channel.send(session, kind, body)
+            except (NotPlainData, ValueError) as error:
+                reason = f"its answer cannot be sent: {error}"
+                self._channel.send(session, Kind.FAILED, {"for": body.get("for"), "reason": reason})
         except ChannelLost:
             if self._driver is not None and self._driver.session == session:
                 self._release_driver()
@@ -157,24 +175,42 @@ class Worker:
         if message.kind is Kind.HELLO:
             lanes = message.body.get("lanes")
             if type(lanes) is int and 1 <= lanes <= limits.MAX_LANES:
-                self._greetings[session] = (message, time.monotonic() + limits.CONNECT_TIMEOUT)
+                self._greetings[session] = (message, time.monotonic())
             return
         driver = self._driver
         if driver is None or driver.session != session:
-            self._channel.drop(session)
+            self._channel.drop(session, "it is over on the worker")
             return
         try:
             _HANDLERS[message.kind](self, driver, message)
-        except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as error:
-            print(f"A driver sent a message that makes no sense ({error}); disconnected it.", flush=True)
+        except OSError as error:
+            reason = f"the model file cannot be kept on the worker: {error.strerror or error}"
+            if error.errno is not None:
+                reason += "; free some space there, or start it with --cache on another disk"
+            self._give_up(driver, message, reason)
+        except Exception as error:  # whatever a driver sends, the worker lives on
+            self._give_up(driver, message, f"a {message.kind.name} message makes no sense to the worker ({error})")
+
+    def _give_up(self, driver: _Driver, message: Message, reason: str) -> None:
+        """Tell the driver, whatever it waits for, and be ready for the next one."""
+        _say(f"Gave up on a driver: {reason}")
+        preparation = driver.preparation
+        numbers = {preparation.number, preparation.incoming_number} if preparation else set()
+        for number in sorted({message.number} | numbers - {0}):
+            self._answer(driver.session, Kind.FAILED, {"for": number, "reason": reason})
+        if self._driver is driver:
             self._release_driver()
 
     def _greet_waiting(self) -> None:
         """Answer drivers whose lanes have all arrived (they are separate connections), or that are refused anyway."""
-        for session, (message, deadline) in list(self._greetings.items()):
+        for session, (message, came) in list(self._greetings.items()):
+            # The goodbye of the driver that is served may arrive after this greeting, or it has gone without one.
+            if self._driver is not None and time.monotonic() < came + _GOODBYE_SECONDS:
+                continue
+            self._probe_driver()
             refusal = self._refusal(message)
             if refusal is None and self._channel.lane_count(session) < message.body["lanes"]:
-                if time.monotonic() > deadline:
+                if time.monotonic() > came + limits.CONNECT_TIMEOUT:
                     del self._greetings[session]
                     self._channel.drop(session)
                 continue
@@ -199,6 +235,8 @@ class Worker:
     # --- preparing ------------------------------------------------------------------------------------------------
 
     def _prepare(self, driver: _Driver, message: Message) -> None:
+        if driver.preparation is not None:
+            raise ProtocolError("another recipe is not complete yet")
         ref = FileRef.from_message(message.body["file"])
         tree = message.body["recipe"]
         if not isinstance(tree, dict):
@@ -206,9 +244,7 @@ class Worker:
         path = self._runtime.find(ref) or self._cache.find(ref)
         missing = self._patches.missing(tree)
         driver.preparation = _Preparation(message.number, tree, ref, path, set(missing))
-        self._answer(
-            driver.session, Kind.NEED, {"for": message.number, "file": path is None, "tensors": missing}
-        )
+        self._answer(driver.session, Kind.NEED, {"for": message.number, "file": path is None, "tensors": missing})
         self._build_if_complete(driver)
 
     def _tensors(self, driver: _Driver, message: Message) -> None:
@@ -220,41 +256,22 @@ class Worker:
     def _file_begin(self, driver: _Driver, message: Message) -> None:
         preparation = _expected(driver.preparation)
         ref = FileRef.from_message(message.body["file"])
-        if ref != preparation.file or preparation.path is not None or driver.incoming is not None:
+        if ref != preparation.file or preparation.path is not None or preparation.incoming is not None:
             raise ProtocolError("a file comes that was not asked for")
-        driver.incoming_number = message.number
-        with self._file_trouble(driver):
-            driver.incoming = self._cache.receive(ref)
+        preparation.incoming_number = message.number
+        preparation.incoming = self._cache.receive(ref)
 
     def _file_chunk(self, driver: _Driver, message: Message) -> None:
-        if driver.incoming is None:
-            return  # it failed before; the driver has been told
-        with self._file_trouble(driver):
-            driver.incoming.write(message.body["offset"], memoryview(message.body["data"].numpy()))
-            body = {"for": driver.incoming_number, "bytes": driver.incoming.received}
-            self._answer(driver.session, Kind.FILE_ACK, body)
+        preparation = _expected(driver.preparation)
+        incoming = _expected(preparation.incoming)
+        incoming.write(message.body["offset"], memoryview(message.body["data"].numpy()))
+        self._answer(driver.session, Kind.FILE_ACK, {"for": preparation.incoming_number, "bytes": incoming.received})
 
     def _file_end(self, driver: _Driver, message: Message) -> None:
-        if driver.incoming is None:
-            return
-        with self._file_trouble(driver):
-            incoming, driver.incoming = driver.incoming, None
-            _expected(driver.preparation).path = incoming.finish(str(message.body["digest"]))
+        preparation = _expected(driver.preparation)
+        preparation.path = _expected(preparation.incoming).finish(str(message.body["digest"]))
+        preparation.incoming = None
         self._build_if_complete(driver)
-
-    @contextlib.contextmanager
-    def _file_trouble(self, driver: _Driver) -> Any:
-        try:
-            yield
-        except OSError as error:
-            if driver.incoming is not None:
-                driver.incoming.discard()
-                driver.incoming = None
-            preparation, driver.preparation = driver.preparation, None
-            reason = f"the model file could not be stored on the worker: {error.strerror or error}"
-            numbers = {driver.incoming_number, preparation.number if preparation else driver.incoming_number}
-            for number in numbers:
-                self._answer(driver.session, Kind.FAILED, {"for": number, "reason": reason})
 
     def _build_if_complete(self, driver: _Driver) -> None:
         preparation = driver.preparation
@@ -306,10 +323,16 @@ _HANDLERS: dict[Kind, Callable[[Worker, _Driver, Message], None]] = {
 }
 
 
-def _expected(preparation: _Preparation | None) -> _Preparation:
-    if preparation is None:
+def _expected(value: _T | None) -> _T:
+    if value is None:
         raise ProtocolError("something comes that was not asked for")
-    return preparation
+    return value
+
+
+def _say(text: str) -> None:
+    """Print for whoever looks at the worker; nobody may be left to read it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -396,17 +419,21 @@ class _Jobs:
             with self._lock:
                 cancelled = job.session in self._cancelled
             if not cancelled:
-                traceback.print_exc()
+                _say(traceback.format_exc())
             return Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def run_until_stopped(worker: Worker) -> None:
-    """Run the worker; SIGINT and SIGTERM end it in good order."""
+    """Run the worker; SIGINT and SIGTERM end it in good order, a second one at once."""
 
-    def stop(*_: object) -> None:
+    previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, _: FrameType | None) -> None:
         worker.stop()
+        signal.signal(number, previous[number])
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, stop)
     try:
         worker.run()
     finally:

@@ -17,6 +17,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
 from ..distributed.cluster import ConfigurationError, load_configuration
+from ..distributed.options import owner
 from ..distributed.replica import describe
 from ..distributed.report import Report
 from ..distributed.session import Session
@@ -85,7 +86,6 @@ class _SplitModel:
         self._nodes = nodes
         self._entered = 0
         self._stock_forward: Callable[..., Any] | None = None
-        self._replaced: Callable[..., Any] | None = None
         self._apart: dict[Hashable, bool] = {}
 
     @contextlib.contextmanager
@@ -108,16 +108,19 @@ class _SplitModel:
         if self._model.diffusion_model is not self._diffusion_model:
             self._session.report.add_reason("another node swapped the model during sampling (compiled?)")
             return executor(*args, **kwargs)
+        replaced = vars(self._diffusion_model).get("forward") if self._entered == 0 else None
+        # ComfyUI leaves the class's own forward on the instance when it takes a patch back.
+        if replaced is not None and getattr(replaced, "__func__", None) is not type(self._diffusion_model).forward:
+            self._session.report.add_reason(f"another node replaced the model's forward: {owner(replaced)}")
+            return executor(*args, **kwargs)
         with self._own_forward():
             return executor(*args, **kwargs)
 
     @contextlib.contextmanager
     def _own_forward(self) -> Iterator[None]:
         """The model instance's forward is ours for the length of a model call; calls may be nested (see branches)."""
-        attributes = vars(self._diffusion_model)
         if self._entered == 0:
             self._stock_forward = self._diffusion_model.forward
-            self._replaced = attributes.get("forward")
             self._diffusion_model.forward = self._forward
         self._entered += 1
         try:
@@ -126,8 +129,6 @@ class _SplitModel:
             self._entered -= 1
             if self._entered == 0:
                 del self._diffusion_model.forward
-                if self._replaced is not None:
-                    self._diffusion_model.forward = self._replaced
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stock_forward is not None

@@ -1,0 +1,257 @@
+"""A worker that dies or freezes, at whatever point, costs a run at most one forward; the next run is right again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from monarch_split.demo.reference import TINY, ReferenceDiT
+from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.distributed import limits
+from monarch_split.distributed.recipe import Recipe
+from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, make_model, open_session, render
+from monarch_split.tests.worker_process import Forge, Worker, ended, shared_forge
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
+
+# Silence is noticed within two seconds; the rest is for a busy machine.
+NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 2.0
+
+
+@pytest.fixture(scope="module")
+def model() -> ReferenceDiT:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="module")
+def forge() -> Forge:
+    return shared_forge()
+
+
+@pytest.fixture
+def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    forget(monkeypatch)
+    equal_shares(monkeypatch)
+    # Small, so that the model's file takes many chunks.
+    monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 64 * 1024)
+    made = forge.worker()
+    with ended(made):
+        yield made
+
+
+class Point:
+    """Strikes a worker once, when a run gets to a certain point."""
+
+    def __init__(self, at: str, worker: Worker, strike: Callable[[], Any]) -> None:
+        self._at, self._worker, self._strike = at, worker, strike
+        self.struck_at: float | None = None
+
+    def _now(self, at: str) -> None:
+        if at == self._at and self.struck_at is None:
+            self._strike()
+            self.struck_at = time.monotonic()
+
+    def check(self) -> None:
+        """Called in every wait for the worker; the first is for its greeting."""
+        self._now("connect")
+        if self._at == "build" and self._worker.reached("build"):
+            self._now("build")
+        if self._at == "forward" and self._worker.reached("forward"):
+            self._now("forward")
+
+    def progress(self, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        self._now("file")
+
+    def on_step(self, step: int) -> None:
+        if step == 2:
+            self._now("between forwards")
+
+
+POINTS = ["connect", "file", "build", "forward", "between forwards"]
+
+
+def _struck_run(point: Point, at: str, worker: Worker, recipe: Recipe, model: ReferenceDiT) -> tuple[float, Any]:
+    """A run of four forwards that is struck at its point: (seconds from there to its end, report)."""
+    if at == "build":
+        worker.behave(build=20)
+    if at == "forward":
+        worker.behave(slow=20)
+    if at != "file":
+        # Once the worker has the file, the points are what the run waits for most.
+        with_file = worker.cache / f"{recipe.file.digest}.safetensors"
+        with_file.write_bytes(recipe.path.read_bytes())
+    worst, report = render(
+        [worker.address], recipe, model, steps=4, check=point.check, progress=point.progress, on_step=point.on_step
+    )
+    assert worst <= SAME
+    assert report.forwards == 4
+    assert point.struck_at is not None, f"the run never got to {at}"
+    return time.monotonic() - point.struck_at, report
+
+
+@pytest.mark.parametrize("at", POINTS)
+def test_a_worker_killed_in_a_run_costs_one_forward(
+    forge: Forge, worker: Worker, recipe: Recipe, model: ReferenceDiT, at: str
+) -> None:
+    point = Point(at, worker, worker.kill)
+    seconds, report = _struck_run(point, at, worker, recipe, model)
+    assert seconds < NOTICED
+    assert report.forwards_split == (1 if at == "between forwards" else 0)
+    assert f"the connection to the worker at {worker.address} was lost" in report.line()
+    with ended(forge.worker(port=worker.port, cache=worker.cache)):
+        worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.forwards_split == 2
+    assert not report.events
+
+
+@pytest.mark.parametrize("at", POINTS)
+def test_a_worker_frozen_in_a_run_costs_one_forward_and_serves_again_once_it_thaws(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, at: str
+) -> None:
+    point = Point(at, worker, worker.freeze)
+    seconds, report = _struck_run(point, at, worker, recipe, model)
+    assert seconds < NOTICED
+    assert report.forwards_split == (1 if at == "between forwards" else 0)
+    assert worker.address in report.line()
+    assert "lost" in report.line() or (at == "connect" and "does not answer" in report.line())
+    worker.behave()
+    worker.thaw()
+    worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.forwards_split >= 2
+    assert not report.events
+
+
+def test_a_worker_frozen_before_a_run_is_named_as_one_that_does_not_answer(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    worker.freeze()
+    began = time.monotonic()
+    worst, report = render([worker.address], recipe, model)
+    assert time.monotonic() - began < limits.HELLO_TIMEOUT + 1
+    assert worst <= SAME
+    assert "does not answer" in report.line()
+    worker.thaw()
+    worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.forwards_split == 2
+
+
+def test_between_runs_a_worker_may_go_and_come_back(
+    forge: Forge, worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    render([worker.address], recipe, model)
+    worker.kill()
+    worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.line().startswith("One machine")
+    assert f"nothing listens at {worker.address}; start the worker there" in report.line()
+    with ended(forge.worker(port=worker.port, cache=worker.cache)):
+        worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.forwards_split == 2
+
+
+def test_one_of_three_lost_leaves_the_split_to_the_others(
+    forge: Forge, worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    others = [forge.worker("left"), forge.worker("right")]
+    with ended(*others):
+        point = Point("between forwards", worker, worker.kill)
+        addresses = [worker.address, *(other.address for other in others)]
+        worst, report = render(addresses, recipe, model, batch=3, steps=5, on_step=point.on_step)
+    assert worst <= SAME
+    assert report.forwards_split == 4
+    assert set(report.rows) == {"this machine", "left", "right"}
+
+
+def test_an_error_of_the_worker_is_named_and_its_share_computed_here(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    worker.behave(error="out of memory, or so")
+    worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.line().startswith("One machine")
+    assert "w: RuntimeError: out of memory, or so" in report.line()
+    # In a forward that was split, too.
+    worker.behave()
+    worst, report = render(
+        [worker.address],
+        recipe,
+        model,
+        steps=4,
+        on_step=lambda step: worker.behave(error="gone bad") if step == 2 else None,
+    )
+    assert worst <= SAME
+    assert report.forwards_split == 1
+    assert "w: RuntimeError: gone bad" in report.line()
+
+
+def test_an_interrupt_while_the_file_is_sent_leaves_nothing_half_written(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    def stop(done: int, total: int) -> None:
+        if 0 < done < total:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        render([worker.address], recipe, model, progress=stop)
+    worst, report = render([worker.address], recipe, model)
+    assert worst <= SAME
+    assert report.forwards_split == 2
+    assert [path.name for path in worker.cache.glob("*.part")] == []
+
+
+def test_an_interrupt_in_the_middle_of_a_send_frees_the_worker(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render([worker.address], recipe, model)
+    big = torch.zeros(2, 64 * limits.MIB // 4)
+    # Queues that are full at once, towards a worker that reads nothing for a moment.
+    monkeypatch.setattr(limits, "LANE_QUEUE_MESSAGES", 1)
+    monkeypatch.setattr(limits, "RUN_TENSOR_CACHE_BYTES", 0)
+    frozen = []
+
+    def check() -> None:
+        if frozen:
+            raise Stopped
+
+    def interrupted() -> None:
+        with open_session([worker.address], recipe, check=check) as session:
+            session.forward(model, (torch.zeros(2, 16, 8, 8), torch.ones(2)), {"context": torch.zeros(2, 4, 32)})
+            worker.freeze()
+            frozen.append(True)
+            session.forward(model, (big, torch.ones(2)), {"context": torch.zeros(2, 4, 32)})
+
+    with pytest.raises(Stopped):
+        interrupted()
+    worker.thaw()
+    began = time.monotonic()
+    worst, report = render([worker.address], recipe, model)
+    assert time.monotonic() - began < 2
+    assert worst <= SAME
+    assert report.forwards_split == 3
+
+
+def test_a_recipe_whose_file_changed_meanwhile_is_not_computed_with(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    wrong = dataclasses.replace(recipe, file=dataclasses.replace(recipe.file, digest="0" * 40))
+    worst, report = render([worker.address], wrong, model)
+    assert worst <= SAME
+    assert report.forwards_split == 0
+    assert "changed while it was sent; render again" in report.line()
+    assert list(worker.cache.glob("*.safetensors")) == []

@@ -1,0 +1,100 @@
+"""Shares follow the pace of each machine, and a split that does not pay is dropped. Real workers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from monarch_split.demo.reference import TINY, ReferenceDiT
+from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.distributed.recipe import Recipe
+from monarch_split.tests.driving import SAME, make_model, render, three_workers
+from monarch_split.tests.worker_process import Worker
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
+
+
+@pytest.fixture(scope="module")
+def model() -> ReferenceDiT:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    return three_workers(monkeypatch)
+
+
+@pytest.fixture
+def addresses(workers: list[Worker]) -> list[str]:
+    return [worker.address for worker in workers]
+
+
+def test_a_slow_worker_gets_fewer_rows_and_is_waited_for(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT
+) -> None:
+    def at_pace(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.02 * len(x))
+        return model(x, *args, **kwargs)
+
+    workers[0].behave(slow=0.2)
+    worst, report = render([workers[0].address], recipe, at_pace, batch=5, steps=4)
+    assert worst <= SAME
+    assert 0 < report.rows["one"] < report.rows["this machine"]
+    # Longer than any limit on silence.
+    workers[0].behave(slow=2.5)
+    worst, report = render([workers[0].address], recipe, at_pace, batch=5, steps=1)
+    assert worst <= SAME
+    assert report.forwards_split == 1
+    assert report.waiting > 2
+    assert not report.events
+
+
+@pytest.mark.parametrize("cold", [0.0, 0.4])
+def test_auto_stops_a_split_that_does_not_pay_and_says_so(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT, cold: float
+) -> None:
+    pauses = itertools.chain([cold], itertools.repeat(0.01))
+
+    def warms_up(*args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(next(pauses))
+        return model(*args, **kwargs)
+
+    workers[0].behave(slow=0.1)
+    _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=8)
+    assert report.forwards_split <= 3
+    assert "splitting is not faster here" in report.line()
+    _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=4)
+    assert report.forwards_split == 0
+    assert report.line().startswith("One machine")
+    assert "splitting is not faster here" in report.line()
+
+
+def test_auto_goes_on_with_a_split_that_pays(addresses: list[str], recipe: Recipe, model: ReferenceDiT) -> None:
+    def slow(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.06 * len(x))
+        return model(x, *args, **kwargs)
+
+    _, report = render(addresses[:1], recipe, slow, mode="auto", steps=8, batch=2)
+    assert report.forwards_split >= 6
+    assert report.speedup is not None
+    assert report.speedup > 1.2
+    assert "x (this machine" in report.line()
+
+
+def test_rows_that_all_stay_here_are_not_counted_as_split(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT
+) -> None:
+    workers[0].behave(slow=0.5)
+    _, report = render([workers[0].address], recipe, model, steps=5)
+    assert report.forwards_split == 2
+    assert "too slow" in report.line()
