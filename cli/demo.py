@@ -1,23 +1,22 @@
 """`monarch demo`: renders one picture on one and on two processes of this machine, and compares them.
 
-Chooses ComfyUI or the reference model, prints and judges; the rendering is `demo.run_comfyui` and `demo.run_reference`."""
+Chooses ComfyUI or the built-in model, prints and judges; the rendering is in demo/run_comfyui and demo/run_reference.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import os
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ..demo.comfy_server import ComfyError
 from ..demo.comparison import CFG, STEPS, Comparison
+from ..demo.signals import stopped_by_signals
 from .environment import PACK, ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, say
 from .get_comfyui import get_comfyui
 
@@ -63,8 +62,9 @@ def prepare(args: argparse.Namespace, argv: list[str]) -> None:
 def run(args: argparse.Namespace) -> int:
     choice = _choose(args)
     image = _folder(args.out) / PICTURE
+    busy = _busy()
     with (
-        _stopped_by_signals(),
+        stopped_by_signals(),
         tempfile.TemporaryDirectory(prefix="monarch-demo-", ignore_cleanup_errors=True) as folder,
     ):
         try:
@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         if problem:
             say(problem)
     else:
-        _print(comparison, choice, problem)
+        _print(comparison, choice, busy)
+        if problem:
+            print(f"\n{problem}")
     return 1 if problem else 0
 
 
@@ -146,28 +148,11 @@ def _folder(path: Path) -> Path:
         ) from error
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo as Ctrl-C does, processes included; a second one does not cut that short."""
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _print(comparison: Comparison, choice: _Choice, problem: str | None) -> None:
+def _print(comparison: Comparison, choice: _Choice, busy: str | None) -> None:
+    size = f"{comparison.pixels} x {comparison.pixels}"
     what = "the built-in model" if choice.comfyui is None else f"ComfyUI {choice.comfyui.version}"
     print(
-        f"\nOne picture of {comparison.pixels} x {comparison.pixels} in {comparison.steps} steps at CFG {CFG:g} with {what}, "
+        f"\nOne picture of {size} in {comparison.steps} steps at CFG {CFG:g} with {what}, "
         "on the CPU with one thread for each process:\n"
     )
     names = ("one process", "the same again" if comparison.nodes == 1 else "two processes")
@@ -175,17 +160,33 @@ def _print(comparison: Comparison, choice: _Choice, problem: str | None) -> None
     print(f"  {names[1]:<16}{comparison.seconds_all:7.2f} s   {comparison.speedup:.2f} times as fast\n")
     if comparison.steps_split:
         print(f"{comparison.steps_split} of {comparison.steps} steps were split by {comparison.split}.")
+    if 0 < comparison.steps_split < comparison.steps:
+        print(f"In Monarch's words: {comparison.note}")
     print(
         f"The largest difference between the two latents is {comparison.max_abs_diff:.2g}.\n"
         "Times are from the start of a render to its last step, with the model loaded already.\n"
-        f"Picture: {comparison.image}"
+        f"Picture: {comparison.image} (noise, as the model's weights are random)"
     )
     if choice.comfyui is None:
         print(f"\nThis was Monarch's engine on a small built-in model, {choice.why_not}.")
     if _has_gpu():
         print("\nThe GPU of this machine was left alone: two processes on one GPU would show nothing.")
-    if problem:
-        print(f"\n{problem}")
+    if busy and comparison.nodes > 1:
+        print(f"\n{busy}")
+
+
+def _busy() -> str | None:
+    """Why times that are measured here and now will say little, or None. Called before the demo makes a load itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return "There is one core here for both processes, so the second one cannot make it faster."
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores - 1.5:
+        return (
+            f"Other programs kept this machine busy (load {load:.1f} on {cores} cores), so the times say little. "
+            "Run it again when it is quiet."
+        )
+    return None
 
 
 def _has_gpu() -> bool:

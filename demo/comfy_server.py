@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from .graphs import Graph
+from .signals import undisturbed
 
 HERE = Path(__file__).resolve().parent
 HELPER_PACK = "monarch_demo_nodes"
@@ -70,7 +71,7 @@ class ComfyServer:
         self._make_folders()
         self.port = _free_port()
         try:
-            with open(self.log_file, "wb") as log:
+            with open(self.log_file, "wb") as log, undisturbed():
                 self._process = subprocess.Popen(
                     self._command(),
                     stdin=subprocess.DEVNULL,

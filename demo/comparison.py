@@ -13,6 +13,8 @@ ALLOWED_DIFFERENCE = 1e-4
 
 STEPS = 8
 CFG = 4.0  # two rows for each step, so that there is something to split
+# A new worker is proved with one forward, and the next is split. No more: "auto" is to try that out where it is seen.
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,6 @@ class Comparison:
             "max_abs_diff": self.max_abs_diff,
             "image": str(self.image),
         }
-
-
-def warm_up_steps(split: str) -> int:
-    """Steps of a first split render, after which the engine has nothing left to try out.
-
-    It proves a new worker with one forward; "auto" then takes two splits and one forward alone to compare the two.
-    """
-    return 4 if split == "auto" else 2
 
 
 def steps_split(report: dict[str, Any], steps: int) -> int:

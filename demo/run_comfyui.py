@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from .comfy_server import ComfyError, ComfyServer
-from .comparison import CFG, Comparison, steps_split, warm_up_steps
+from .comparison import CFG, WARM_UP_STEPS, Comparison, steps_split
 from .graphs import LATENT, PICTURE, SAMPLER, Graph, text_to_image
 from .latents import max_abs_difference
+from .signals import undisturbed
 from .worker_process import PACK, WorkerProcess
 
-FAMILY, SCALE = "flux", "heavy"
-# One row of this model at this size takes about half a second on one CPU thread.
-PIXELS = 384
+# Wan, because every ComfyUI since 0.8.0 reads the sizes of a small one from its file.
+FAMILY, SCALE = "wan", "heavy"
+# One row of this model at this size, as a single frame, takes about half a second on one CPU thread.
+PIXELS = 640
 # No step of the demo takes so long on any machine that is worth waiting for.
 PATIENCE = 600.0
 
@@ -60,6 +62,8 @@ def run_comfyui(
     with ExitStack() as stack:
         say(f"starting ComfyUI {version}" + (" and a worker" if split != "off" else "") + " (CPU, one thread each)")
         wait_for_model = stack.enter_context(_writing_model(comfyui, python, server_folder))
+        # All three at once: starting is a good part of the demo's time.
+        worker: WorkerProcess | None = None
         if split != "off":
             worker = stack.enter_context(
                 WorkerProcess(
@@ -68,10 +72,9 @@ def run_comfyui(
                     cache=worker_folder / "cache",
                     name="the second process",
                     arguments=["--comfyui", str(comfyui), "--", "--cpu", "--base-directory", str(worker_folder)],
+                    wait=False,
                 )
             )
-            cluster = f"[clusters.default]\nworkers = [{json.dumps(worker.address)}]\n"
-            (configuration / "monarch.toml").write_text(cluster, encoding="utf-8")
         server = stack.enter_context(
             ComfyServer(
                 server_folder,
@@ -82,6 +85,10 @@ def run_comfyui(
                 environment={"MONARCH_CONFIG_DIR": str(configuration)},
             )
         )
+        if worker is not None:
+            worker.wait_until_listening()
+            cluster = f"[clusters.default]\nworkers = [{json.dumps(worker.address)}]\n"
+            (configuration / "monarch.toml").write_text(cluster, encoding="utf-8")
         model = wait_for_model()
 
         def one(count: int, name: str) -> _Render:
@@ -92,7 +99,7 @@ def run_comfyui(
 
         say("warming up: one short render each way, which also sends the model to the worker")
         one(1, "warm_up_one")
-        all_nodes(warm_up_steps(split), "warm_up_all")
+        all_nodes(WARM_UP_STEPS, "warm_up_all")
         say(f"rendering {steps} steps with KSampler, on one process")
         alone = one(steps, "one")
         say(f"rendering {steps} steps with Monarch Sampler, on {'one' if split == 'off' else 'two'}")
@@ -122,15 +129,10 @@ def _writing_model(comfyui: Path, python: Path, server_folder: Path) -> Iterator
     script = Path(__file__).with_name("write_model.py")
     command = [str(python), str(script), str(comfyui), str(models), FAMILY, SCALE]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        process: subprocess.Popen[bytes] | None = None
 
         def wait() -> str:
+            assert process is not None
             code = process.wait(PATIENCE)
             written = [path.name for path in models.glob("*.safetensors")]
             if code or not written:
@@ -139,22 +141,34 @@ def _writing_model(comfyui: Path, python: Path, server_folder: Path) -> Iterator
             return written[0]
 
         try:
+            with undisturbed():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
             yield wait
         finally:
-            process.kill()  # does nothing once it has ended
-            process.wait(10)
+            if process is not None:
+                process.kill()  # does nothing once it has ended
+                process.wait(10)
 
 
 def _graph(model: str, sampler_node: str, split: str | None, steps: int, pixels: int, name: str) -> Graph:
     return text_to_image(
         model,
         family=FAMILY,
+        # ComfyUI's own loader would do, but before 0.15 it does not say which file a MODEL came from.
+        loader_node="MonarchModelLoader",
         sampler_node=sampler_node,
         split=split,
         steps=steps,
         cfg=CFG,
         width=pixels,
         height=pixels,
+        length=1,
         # A name of its own for each prompt also keeps ComfyUI from answering it out of its cache.
         step_log=_step_log(name),
         prefix=name,

@@ -14,7 +14,7 @@ from ..distributed.cluster import Cluster, parse_address
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
-from .comparison import CFG, Comparison, steps_split, warm_up_steps
+from .comparison import CFG, WARM_UP_STEPS, Comparison, steps_split
 from .reference import DEMO, sample, save_picture
 from .reference_runtime import load_reference_model, write_reference_model
 from .worker_process import WorkerProcess
@@ -67,9 +67,10 @@ def run_reference(
             say("starting a worker process (CPU, one thread)")
             worker = stack.enter_context(WorkerProcess(cache=folder / "cache", name="the second process"))
             cluster = Cluster("demo", (parse_address("the worker", worker.address),))
-            say("warming up: one short render each way, which also sends the model to the worker")
-            render_split(warm_up_steps(split))
-        render(1)
+            say("warming up with a short render, which also sends the model to the worker")
+            render_split(WARM_UP_STEPS)  # its first step is computed here alone, too
+        else:
+            render(1)
         say(f"rendering {steps} steps on one process")
         alone, seconds_one = render(steps)
         if split == "off":

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from .signals import undisturbed
+
 PACK = Path(__file__).resolve().parent.parent
 _LISTENING = "Listening on "
 
@@ -36,10 +38,12 @@ class WorkerProcess:
         pack: Path = PACK,
         environment: dict[str, str] | None = None,
         timeout: float = 120.0,
+        wait: bool = True,
     ) -> None:
         """Start it and wait until it listens. Raises RuntimeError with its output if it does not within `timeout` s.
 
         `arguments` follow the worker's own, `launcher` stands between Python and the pack (a script that runs it).
+        Without `wait` it returns at once, and there is no address before wait_until_listening.
         """
         command = [
             str(python),
@@ -54,22 +58,29 @@ class WorkerProcess:
         command += ["--cache", str(cache), "--name", name, *arguments]
         # One thread each: a driver and its workers share the cores of one machine here.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
-        self._process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
-        )
-        self.pid = self._process.pid
         self.address = ""
         self._lines: list[str] = []
         self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        try:
-            self._wait_until_listening(timeout)
-        except BaseException:  # Ctrl-C too: nobody has it yet who could close it
-            self.close()
-            raise
+        with contextlib.ExitStack() as on_failure:  # Ctrl-C is one: nobody has this object yet who could close it
+            with undisturbed():
+                self._process = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                )
+                self.pid = self._process.pid
+                self._reader = threading.Thread(target=self._read, daemon=True)
+                self._reader.start()
+                on_failure.callback(self.close)
+            if wait:
+                self.wait_until_listening(timeout)
+            on_failure.pop_all()
 
-    def _wait_until_listening(self, timeout: float) -> None:
+    def wait_until_listening(self, timeout: float = 120.0) -> None:
+        """Raises RuntimeError with its output if it ends before, or takes more than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._listening.wait(0.05):
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -1,4 +1,6 @@
-"""Script for ComfyUI's Python: writes a tiny model for the demo's server. `write_model.py COMFYUI FOLDER FAMILY SCALE`."""
+"""Script for ComfyUI's Python: writes a tiny model for the demo's server.
+
+python write_model.py COMFYUI FOLDER FAMILY SCALE"""
 
 from __future__ import annotations
 

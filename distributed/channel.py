@@ -59,6 +59,11 @@ class Assembler:
         self._last_number = 0
         self.received_bytes = 0
 
+    @property
+    def heard(self) -> bool:
+        """Whether any message was understood so far."""
+        return self._last_number > 0
+
     def allow(self, kinds: frozenset[Kind], max_bytes: int) -> None:
         """Accept messages of `kinds` with up to `max_bytes` of tensors from now on."""
         self._allowed, self._max_bytes = kinds, max_bytes
@@ -214,6 +219,9 @@ class DriverChannel:
             messages = [message for message in self._assembler.take() if not self._is_about_channel(message)]
         except ProtocolError as error:
             self.lost = f"the worker at {self.address} broke the protocol: {error}"
+            if not self._assembler.heard:
+                # libzmq takes anything that answers at once for a peer of its oldest protocol, a web server too.
+                self.lost = f"what answers at {self.address} is not a Monarch worker of this version: {error}"
             raise ChannelLost(self.lost) from error
         if not messages:
             self._read_monitors()

@@ -70,7 +70,6 @@ DIGEST_BLOCKS = 16
 TRIAL_FORWARDS = 2
 # A split has to beat one machine by this much to be kept.
 WORTHWHILE_RATIO = 0.97
-PACE_SMOOTHING = 0.5
 
 # Largest relative difference (norm of the difference over norm) between driver and worker on the same rows.
 CHECK_TOLERANCE_32BIT = 1e-3

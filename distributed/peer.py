@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,8 @@ class Peer:
         self._check = check
         self._channel: DriverChannel | None = None
         self._kept = _KeptTensors()
-        self._answers: dict[int, Message] = {}
+        # By the number they answer, in order: a quick worker's NEED and READY may come together.
+        self._answers: dict[int, deque[Message]] = {}
         self._prepared = 0
 
     @property
@@ -70,7 +72,7 @@ class Peer:
             answer = self._wait(number, timeout=limits.HELLO_TIMEOUT)
         except (ChannelLost, TimeoutError) as error:
             # A frozen worker and another program look alike here: the system accepts, and then there is silence.
-            if time.monotonic() - accepted < limits.CONNECT_TIMEOUT:
+            if time.monotonic() - accepted < limits.CONNECT_TIMEOUT / 2:
                 raise PeerFailed(str(error)) from None
             raise PeerFailed(
                 f"what listens at {self.address} does not answer as a Monarch worker of this version; "
@@ -214,18 +216,25 @@ class Peer:
         deadline = None if timeout is None else time.monotonic() + timeout
         while number not in self._answers:
             if or_for in self._answers:
-                return self._answers.pop(or_for)
+                return self._take_answer(or_for)
             self._check()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
             self._collect(limits.POLL_SECONDS)
-        return self._answers.pop(number)
+        return self._take_answer(number)
+
+    def _take_answer(self, number: int) -> Message:
+        answers = self._answers[number]
+        answer = answers.popleft()
+        if not answers:
+            del self._answers[number]
+        return answer
 
     def _collect(self, timeout: float) -> None:
         for message in self._open_channel().receive(timeout):
             answered = message.body.get("for")
             if isinstance(answered, int):
-                self._answers[answered] = message
+                self._answers.setdefault(answered, deque()).append(message)
 
 
 def _own(value: Any) -> Any:

@@ -16,15 +16,16 @@ from . import limits
 _VERDICT_SECONDS = 600.0
 _REMEMBERED_KINDS = 256
 _FORGIVENESS = 1.05
+_LATEST_PACES = 3
 
 
-def share_rows(rows: int, paces: Sequence[float]) -> list[int]:
+def share_rows(rows: int, paces: Sequence[float], at_least: Sequence[int] | None = None) -> list[int]:
     """Rows for each node so that the slowest finishes first: sum is `rows`, paces are rows per second.
 
-    Ties go to the earlier node. Nodes may get no rows.
+    `at_least`: rows that nodes get in any case. Ties go to the earlier node; nodes may get no rows.
     """
-    shares = [0] * len(paces)
-    for _ in range(rows):
+    shares = list(at_least) if at_least else [0] * len(paces)
+    for _ in range(rows - sum(shares)):
         finish = [(share + 1) / pace for share, pace in zip(shares, paces, strict=True)]
         shares[finish.index(min(finish))] += 1
     return shares
@@ -34,22 +35,26 @@ def share_rows(rows: int, paces: Sequence[float]) -> list[int]:
 class Costs:
     """What forwards of one kind (model, shapes, nodes) have cost, in seconds."""
 
-    paces: dict[str, float] = field(default_factory=dict)
+    # The latest paces of each node, rows per second.
+    paces: dict[str, list[float]] = field(default_factory=dict)
     alone: float | None = None
     alone_is_cold: bool = True
     trials: list[float] = field(default_factory=list)
     splits_from: float = 0.0
 
     def pace(self, node: str) -> float | None:
-        return self.paces.get(node)
+        """Rows per second: the best of the last few, since interference only ever slows. None until measured twice."""
+        latest = self.paces.get(node, [])
+        return max(latest) if len(latest) > 1 else None
 
     def record_pace(self, node: str, rows: int, seconds: float) -> None:
         """A node computed `rows` rows in `seconds`."""
-        if rows < 1 or seconds <= 0:
-            return
-        pace = rows / seconds
-        known = self.paces.get(node)
-        self.paces[node] = pace if known is None else known + limits.PACE_SMOOTHING * (pace - known)
+        if rows >= 1 and seconds > 0:
+            self.paces[node] = [*self.paces.get(node, []), rows / seconds][-_LATEST_PACES:]
+
+    def forgive(self, node: str) -> None:
+        """A node that gets nothing is not measured either; take it to be a little faster than it was."""
+        self.paces[node] = [pace * _FORGIVENESS for pace in self.paces.get(node, [])]
 
     def record_alone(self, seconds: float, *, first_of_run: bool) -> None:
         """The driver computed all rows of a forward. The first forward of a run also pays for warming up."""
@@ -61,7 +66,7 @@ class Costs:
 
     def alone_estimate(self, rows: int, driver: str) -> float | None:
         """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
-        pace = self.paces.get(driver)
+        pace = self.pace(driver)
         linear = rows / pace if pace else None
         known = [seconds for seconds in (self.alone, linear) if seconds is not None]
         return min(known) if known else None
@@ -81,21 +86,22 @@ class History:
         return costs
 
 
-def shares(costs: Costs, nodes: Sequence[str], rows: int) -> list[int]:
+def shares(costs: Costs, nodes: Sequence[str], rows: int, *, everyone: bool = False) -> list[int]:
     """Rows per node by measured pace, at least one for the first node, which is the driver.
 
-    Nodes not measured yet count as fast as the average of the others. One that was too slow to get a row is taken to
-    be a little faster each time, so that it is tried again.
+    `everyone`: no node goes without as long as there are rows, the fastest first. Nodes not measured yet count as fast
+    as the average of the others. One that was too slow to get a row is taken to be a little faster each time, so that
+    it is tried again.
     """
     known = [pace for node in nodes if (pace := costs.pace(node))]
     default = sum(known) / len(known) if known else 1.0
-    result = share_rows(rows, [costs.pace(node) or default for node in nodes])
-    if result[0] == 0:
-        result[result.index(max(result))] -= 1
-        result[0] = 1
+    paces = [costs.pace(node) or default for node in nodes]
+    workers = sorted(range(1, len(nodes)), key=lambda node: -paces[node])
+    served = {0, *(workers[: rows - 1] if everyone else [])}
+    result = share_rows(rows, paces, [int(node in served) for node in range(len(nodes))])
     for node, share in zip(nodes, result, strict=True):
-        if share == 0 and node in costs.paces:
-            costs.paces[node] *= _FORGIVENESS
+        if share == 0:
+            costs.forgive(node)
     return result
 
 

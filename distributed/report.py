@@ -21,6 +21,8 @@ class Report:
     waiting: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+    # Of the forwards split by rows: the computing of the slowest node; what else they took is the engine's own cost.
+    busy_seconds: float = 0.0
     split_seconds: float = 0.0
     alone_seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from . import limits, plan, rows
-from .branches import Branch
+from . import plan, rows
 from .cluster import Cluster
 from .codec import NotPlainData, pack_plain
 from .options import NotReproducible, owner, plain_options
+from .outputs import continues, last_row, on_device, relative_difference, synchronize, tensors, tolerance
 from .peer import Peer, PeerFailed
 from .plan import Costs, History
 from .recipe import Recipe
 from .report import Report
 from .rows import Call
+from .side_by_side import Conditionings, PeerBranch
 from .versions import Versions
 
 DRIVER = "this machine"
@@ -59,7 +60,7 @@ class Session:
         self._started = False
         self._recipe: Recipe | None = None
         self._peers: list[Peer] = []
-        self._conditionings = _Conditionings()
+        self._conditionings = Conditionings()
         self._first_forward_at: float | None = None
         self._load_seconds = 0.0
         self._warm: set[tuple[str, int]] = set()
@@ -203,20 +204,21 @@ class Session:
     def _prove(self, forward: Forward, call: Call, plain: Call, peers: list[Peer], unproven: list[Peer]) -> Any:
         """Compute a forward here while new peers compute its last row; keep those that agree."""
         tickets: list[tuple[Peer, int]] = []
-        last_row = rows.cut(plain, call.rows - 1, call.rows)
+        asked = rows.cut(plain, call.rows - 1, call.rows)
         for peer in unproven:
             with self._released_on_failure(peer):
-                tickets.append((peer, peer.start(last_row)))
+                tickets.append((peer, peer.start(asked)))
         output = self._alone(forward, call, self._costs(peers, _shapes(call)))
-        expected = _last_row(output)
+        expected = last_row(output)
         for peer, ticket in tickets:
             with self._released_on_failure(peer):
                 share = peer.finish(ticket)
-                difference = _relative_difference(_on_device(share.output, expected), expected)
-                if not difference <= _tolerance(expected):
+                difference = relative_difference(on_device(share.output, expected), expected)
+                if not difference <= tolerance(expected):
                     raise PeerFailed(
                         f"{peer.name} computes something else than this machine "
-                        f"(relative difference {difference:.1e}); check that both have the same software and kind of GPU"
+                        f"(relative difference {difference:.1e}); "
+                        "check that both have the same software and kind of GPU"
                     )
                 if self._recipe is not None:
                     _agreed.add((self._recipe.digest, peer.worker_id))
@@ -231,7 +233,7 @@ class Session:
             if plan.wants_measure_alone(costs):
                 return self._alone(forward, call, costs)
         began = time.perf_counter()
-        shares = plan.shares(costs, [DRIVER, *(peer.worker_id for peer in peers)], call.rows)
+        shares = self._shares(costs, peers, call.rows)
         spans = _spans(shares)
         tickets: list[tuple[Peer, int, int, int]] = []
         for peer, (start, stop) in zip(peers, spans[1:], strict=True):
@@ -240,19 +242,22 @@ class Session:
                     tickets.append((peer, peer.start(rows.cut(plain, start, stop)), start, stop))
         local, seconds = _timed(forward, rows.cut(call, 0, shares[0]))
         self._record_pace(costs, DRIVER, shares[0], seconds)
+        slowest = seconds
         parts = {0: local}
         waited = time.perf_counter()
         for peer, ticket, start, stop in tickets:
             with self._released_on_failure(peer):
                 share = peer.finish(ticket)
-                if not _continues(share.output, stop - start, local):
+                if not continues(share.output, stop - start, local):
                     raise PeerFailed(f"{peer.name} gave an output of another shape or type than this machine")
-                parts[start] = _on_device(share.output, local)
+                parts[start] = on_device(share.output, local)
                 self._record_pace(costs, peer.worker_id, stop - start, share.seconds)
+                slowest = max(slowest, share.seconds)
         self.report.waiting += time.perf_counter() - waited
         split = len(parts) > 1
         if split:
             self.report.forwards_split += 1
+            self.report.busy_seconds += slowest
             self.report.split = "rows"
             given = {peer.name: stop - start for peer, _, start, stop in tickets if start in parts}
             self.report.rows = {DRIVER: shares[0], **given}
@@ -266,6 +271,10 @@ class Session:
         if complete:
             self._record_split(costs, time.perf_counter() - began, call.rows, split)
         return output
+
+    def _shares(self, costs: Costs, peers: Sequence[Peer], rows: int) -> list[int]:
+        nodes = [DRIVER, *(peer.worker_id for peer in peers)]
+        return plan.shares(costs, nodes, rows, everyone=self.report.mode != "auto")
 
     def _record_pace(self, costs: Costs, node: str, size: int, seconds: float) -> None:
         """A node's first share of a kind in a run also pays for warming up, which says nothing of its pace."""
@@ -310,7 +319,7 @@ class Session:
 
     def _side_by_side(self, calls: Sequence[Callable[[], Any]], peers: list[Peer], costs: Costs) -> list[Any]:
         began, forwards = time.perf_counter(), self.report.forwards
-        shares = plan.shares(costs, [DRIVER, *(peer.worker_id for peer in peers)], len(calls))
+        shares = self._shares(costs, peers, len(calls))
         spans = _spans(shares)
         nodes = [
             (peer, calls[start:stop]) for peer, (start, stop) in zip(peers, spans[1:], strict=True) if start < stop
@@ -318,7 +327,7 @@ class Session:
         with self._conditionings.open(nodes) as branches:
             local_began = time.perf_counter()
             results = [call() for call in calls[: shares[0]]]
-            _synchronize(results)
+            synchronize(results)
             self._record_pace(costs, DRIVER, shares[0], time.perf_counter() - local_began)
             waited = time.perf_counter()
             for branch in branches:
@@ -337,7 +346,7 @@ class Session:
             self._record_split(costs, seconds, len(calls), split)
         return results
 
-    def _forward_in_branch(self, forward: Forward, call: Call, branch: _PeerBranch) -> Any:
+    def _forward_in_branch(self, forward: Forward, call: Call, branch: PeerBranch) -> Any:
         plain = self._plain(call) if branch.peer in self._peers else None
         if plain is not None:
             with self._released_on_failure(branch.peer):
@@ -348,86 +357,8 @@ class Session:
                     raise PeerFailed(f"{branch.peer.name} gave an output of another shape than was asked for")
                 branch.remote += 1
                 branch.seconds += share.seconds
-                return _on_device(share.output, call.args[0])
+                return on_device(share.output, call.args[0])
         return forward(*call.args, **call.kwargs)
-
-
-class _PeerBranch:
-    """The conditionings of one peer, computed by ComfyUI's code in a branch whose forwards go to that peer."""
-
-    def __init__(self, owner: _Conditionings, peer: Peer, calls: Sequence[Callable[[], Any]]) -> None:
-        self.peer = peer
-        self.conditionings = len(calls)
-        self.remote = 0
-        self.seconds = 0.0
-        self._owner = owner
-        self._branch = Branch(lambda _: [call() for call in calls])
-
-    def park(self, ticket: int) -> None:
-        self._branch.park(ticket)
-
-    def advance(self) -> None:
-        """Let it go on until it waits for its peer again or is done."""
-        self._owner.branch = self
-        try:
-            self._branch.advance()
-        finally:
-            self._owner.branch = None
-
-    def advance_if_arrived(self) -> None:
-        ticket = self._branch.waiting_for
-        if ticket is not None and self.peer.arrived(ticket):
-            self.advance()
-
-    def finish(self) -> list[Any]:
-        while not self._branch.done:
-            self.advance()
-        return self._branch.result()
-
-    def abandon(self) -> None:
-        self._owner.branch = self
-        self._branch.abandon()
-        self._owner.branch = None
-
-
-class _Conditionings:
-    """Where a run stands with conditionings that are computed side by side."""
-
-    def __init__(self) -> None:
-        # Conditionings reach this run in forwards of their own, so even a single row can go elsewhere.
-        self.apart = False
-        # Set while forwards belong to conditionings that are shared out as a whole.
-        self.underway = False
-        self.branch: _PeerBranch | None = None
-        self._branches: list[_PeerBranch] = []
-
-    @contextlib.contextmanager
-    def open(self, nodes: list[tuple[Peer, Sequence[Callable[[], Any]]]]) -> Iterator[list[_PeerBranch]]:
-        self.underway = True
-        try:
-            for peer, calls in nodes:
-                self._branches.append(_PeerBranch(self, peer, calls))
-                self._branches[-1].advance()
-            yield self._branches
-        finally:
-            self.abandon()
-
-    def all_here(self, stock: Callable[[], Any]) -> Any:
-        self.underway = True
-        try:
-            return stock()
-        finally:
-            self.underway = False
-
-    def advance_arrived(self) -> None:
-        for branch in self._branches:
-            branch.advance_if_arrived()
-
-    def abandon(self) -> None:
-        for branch in self._branches:
-            branch.abandon()
-        self._branches = []
-        self.underway = False
 
 
 def _spans(shares: Sequence[int]) -> list[tuple[int, int]]:
@@ -435,70 +366,16 @@ def _spans(shares: Sequence[int]) -> list[tuple[int, int]]:
     return [(sum(shares[:i]), sum(shares[: i + 1])) for i in range(len(shares))]
 
 
-# --- outputs ---------------------------------------------------------------------------------------------------------
-
-
 def _timed(forward: Forward, call: Call) -> tuple[Any, float]:
     began = time.perf_counter()
     output = forward(*call.args, **call.kwargs)
-    _synchronize(output)
+    synchronize(output)
     return output, time.perf_counter() - began
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [output] if isinstance(output, torch.Tensor) else list(output)
-
-
-def _synchronize(output: Any) -> None:
-    for tensor in _tensors(output):
-        if tensor.device.type == "cuda":
-            torch.cuda.synchronize(tensor.device)
-            return
-
-
-def _on_device(output: Any, like: Any) -> Any:
-    device = _tensors(like)[0].device
-    if isinstance(output, torch.Tensor):
-        return output.to(device)
-    return type(output)(tensor.to(device) for tensor in output)
-
-
-def _continues(output: Any, count: int, local: Any) -> bool:
-    """Whether `output` is `count` more rows of what `local` is."""
-    got, want = _tensors(output), _tensors(local)
-    return len(got) == len(want) and all(
-        (len(theirs), theirs.shape[1:], theirs.dtype) == (count, ours.shape[1:], ours.dtype)
-        for theirs, ours in zip(got, want, strict=True)
-    )
-
-
-def _last_row(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output[-1:]
-    return type(output)(tensor[-1:] for tensor in output)
-
-
-def _relative_difference(output: Any, expected: Any) -> float:
-    """Norm of the difference over the norm, the largest of all tensors; NaNs in both places are equal."""
-    worst = 0.0
-    for got, want in zip(_tensors(output), _tensors(expected), strict=True):
-        if got.shape != want.shape:
-            return float("inf")
-        difference = torch.nan_to_num((got.float() - want.float())[~(got.isnan() & want.isnan())], nan=float("inf"))
-        scale = torch.nan_to_num(want.float()).norm().item()
-        distance = difference.norm().item()
-        worst = max(worst, distance / scale if scale else (0.0 if distance == 0 else float("inf")))
-    return worst
-
-
-def _tolerance(output: Any) -> float:
-    dtype = _tensors(output)[0].dtype
-    return limits.CHECK_TOLERANCE_32BIT if dtype in (torch.float32, torch.float64) else limits.CHECK_TOLERANCE_16BIT
 
 
 def _shapes(call: Call) -> Hashable:
     context = call.kwargs.get("context")
     return (
-        tuple(tuple(tensor.shape) for tensor in _tensors(call.args[0])),
+        tuple(tuple(tensor.shape) for tensor in tensors(call.args[0])),
         tuple(context.shape) if isinstance(context, torch.Tensor) else None,
     )

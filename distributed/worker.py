@@ -94,6 +94,7 @@ class _Driver:
     session: bytes
     since: float = field(default_factory=time.time)
     preparation: _Preparation | None = None
+    given_up: bool = False
     # Owned by the compute thread.
     replica: Replica | None = None
     kept: _HeldTensors = field(default_factory=_HeldTensors)
@@ -181,6 +182,8 @@ class Worker:
         if driver is None or driver.session != session:
             self._channel.drop(session, "it is over on the worker")
             return
+        if driver.given_up and message.kind not in (Kind.CANCEL, Kind.END):
+            return
         try:
             _HANDLERS[message.kind](self, driver, message)
         except OSError as error:
@@ -192,14 +195,16 @@ class Worker:
             self._give_up(driver, message, f"a {message.kind.name} message makes no sense to the worker ({error})")
 
     def _give_up(self, driver: _Driver, message: Message, reason: str) -> None:
-        """Tell the driver, whatever it waits for, and be ready for the next one."""
+        """Tell the driver, whatever it waits for, and do nothing more for it; what it had sent by then is ignored."""
         _say(f"Gave up on a driver: {reason}")
         preparation = driver.preparation
         numbers = {preparation.number, preparation.incoming_number} if preparation else set()
         for number in sorted({message.number} | numbers - {0}):
             self._answer(driver.session, Kind.FAILED, {"for": number, "reason": reason})
-        if self._driver is driver:
-            self._release_driver()
+        if preparation is not None and preparation.incoming is not None:
+            preparation.incoming.discard()
+        driver.preparation = None
+        driver.given_up = True
 
     def _greet_waiting(self) -> None:
         """Answer drivers whose lanes have all arrived (they are separate connections), or that are refused anyway."""

@@ -12,6 +12,7 @@ import torch
 
 from monarch_split.demo.reference import TINY, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.tests.driving import SAME, make_model, render, three_workers
 from monarch_split.tests.worker_process import Worker
@@ -47,7 +48,7 @@ def test_a_slow_worker_gets_fewer_rows_and_is_waited_for(
         return model(x, *args, **kwargs)
 
     workers[0].behave(slow=0.2)
-    worst, report = render([workers[0].address], recipe, at_pace, batch=5, steps=4)
+    worst, report = render([workers[0].address], recipe, at_pace, batch=5, steps=6)
     assert worst <= SAME
     assert 0 < report.rows["one"] < report.rows["this machine"]
     # Longer than any limit on silence.
@@ -91,10 +92,21 @@ def test_auto_goes_on_with_a_split_that_pays(addresses: list[str], recipe: Recip
     assert "x (this machine" in report.line()
 
 
-def test_rows_that_all_stay_here_are_not_counted_as_split(
+def test_auto_gives_no_rows_to_a_worker_that_is_far_too_slow(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The verdict on the whole split would come first.
+    monkeypatch.setattr(limits, "WORTHWHILE_RATIO", float("inf"))
+    workers[0].behave(slow=0.5)
+    _, report = render([workers[0].address], recipe, model, mode="auto", steps=8)
+    assert 2 <= report.forwards_split <= 4
+    assert "too slow" in report.line()
+
+
+def test_rows_mode_splits_even_with_a_worker_that_is_far_too_slow(
     workers: list[Worker], recipe: Recipe, model: ReferenceDiT
 ) -> None:
-    workers[0].behave(slow=0.5)
-    _, report = render([workers[0].address], recipe, model, steps=5)
-    assert report.forwards_split == 2
-    assert "too slow" in report.line()
+    workers[0].behave(slow=0.3)
+    worst, report = render([workers[0].address], recipe, model, steps=6)
+    assert worst <= SAME
+    assert report.forwards_split == 5

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from monarch_split.demo.reference import TINY, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.demo.worker_process import WorkerProcess
 from monarch_split.distributed import limits
 from monarch_split.distributed.channel import DriverChannel
 from monarch_split.distributed.codec import Kept
@@ -83,9 +85,7 @@ class TestWhoIsServed:
         with ended(other):
             worst, report = render([other.address], recipe, model)
         assert worst == 0
-        assert report.forwards_split == 0
-        assert "0.0.1" in report.line()
-        assert own_versions(None).pack in report.line()
+        assert all(version in report.line() for version in ("0.0.1", own_versions(None).pack))
         assert "install the same version on both" in report.line()
 
     def test_a_second_driver_hears_since_when_the_worker_is_busy(
@@ -171,6 +171,16 @@ class TestWhatIsKept:
         in_the_way.rmdir()
         assert_serves(worker, recipe, model)
 
+    def test_a_model_that_is_ready_at_once_is_not_taken_for_no_answer(
+        self, worker: Worker, recipe: Recipe, model: ReferenceDiT
+    ) -> None:
+        assert_serves(worker, recipe, model)
+        # The driver comes to read what the worker needs only when it has been built already.
+        slow = iter([0.0, 0.3, 0.3])
+        with open_session([worker.address], recipe, check=lambda: time.sleep(next(slow, 0.0))) as session:
+            sample_once(session, model)
+        assert session.report.forwards_split == 3, session.report.line()
+
     def test_unchanged_patch_tensors_are_not_sent_again(
         self, worker: Worker, recipe: Recipe, model: ReferenceDiT
     ) -> None:
@@ -183,12 +193,9 @@ class TestWhatIsKept:
             _, report = render([worker.address], patched, model)
             assert report.forwards_split >= 2
             sent.append(report.bytes_sent)
-        size = up.nbytes
-        assert sent[0] >= recipe.file.bytes + size
-        assert sent[1] < size
-        assert size <= sent[2] < 2 * size
-        assert sent[3] < size
-        assert sent[4] < size
+        assert sent[0] >= recipe.file.bytes + up.nbytes
+        assert up.nbytes <= sent[2] < 2 * up.nbytes
+        assert max(sent[1], *sent[3:]) < up.nbytes
 
 
 class TestWhatADriverMaySay:
@@ -224,6 +231,7 @@ class TestWhatADriverMaySay:
                 number = channel.send(kind, body)
                 answer = self.answer(channel)
                 assert (answer.kind, answer.body["for"]) == (Kind.FAILED, number), (kind, body)
+                channel.send(Kind.END, {})
             finally:
                 channel.close()
         assert_serves(worker, recipe, model)
@@ -254,6 +262,15 @@ class TestWhatADriverMaySay:
 
 
 class TestStartingAndStopping:
+    def test_the_command_line_starts_one_that_serves(
+        self, recipe: Recipe, model: ReferenceDiT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        equal_shares(monkeypatch)
+        with WorkerProcess(cache=tmp_path, name="told", timeout=30) as process:
+            worst, report = render([process.address], recipe, model)
+        assert worst <= SAME
+        assert set(report.rows) == {"this machine", "told"}
+
     def test_sigterm_ends_it_in_good_order_even_in_a_forward(
         self, worker: Worker, recipe: Recipe, model: ReferenceDiT
     ) -> None:
@@ -273,7 +290,7 @@ class TestStartingAndStopping:
         assert "Traceback" not in worker.log
 
     def test_a_taken_port_is_said_with_the_next_step(
-        self, worker: Worker, capsys: pytest.CaptureFixture[str], tmp_path: Any
+        self, worker: Worker, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         from monarch_split.distributed.serve import serve
 

@@ -96,7 +96,7 @@ class Worker(Process):
         return int(self.address.rpartition(":")[2])
 
     def behave(self, **how: float | str) -> None:
-        """From now on: slow=seconds a forward, build=seconds, noise=amplitude, error=message, in_place=1; without: well."""
+        """From now on: slow=seconds a forward, build=seconds, noise=amplitude, error=message, in_place=1; or well."""
         _write_behaviour(self.cache, how)
 
     def mark(self) -> None:

@@ -1,0 +1,112 @@
+"""Row split between two processes of this machine, one thread each, with the reference model; needs no ComfyUI.
+
+python benchmarks/row_split.py [--steps 12]     writes benchmarks/results/row_split.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    runpy.run_path(str(Path(__file__).resolve().parent.parent / "__main__.py"))["load_pack"]()
+    from monarch_split.benchmarks.row_split import main
+
+    sys.exit(main())
+
+import torch
+
+from ..demo.reference import DEMO, ReferenceDiT
+from ..demo.reference_runtime import load_reference_model, write_reference_model
+from ..demo.worker_process import WorkerProcess
+from ..distributed.cluster import Cluster, parse_address
+from ..distributed.report import Report
+from ..distributed.session import Session
+from ..distributed.versions import own_versions
+
+# cond + uncond of one image of 512 x 512 pixels, as CFG asks for them in every step.
+ROWS, SIDE, TOKENS = 2, 64, 77
+
+
+def inputs(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, DEMO.channels, SIDE, SIDE, generator=generator)
+    context = torch.randn(rows, TOKENS, DEMO.context_width, generator=generator)
+    options = {"cond_or_uncond": list(range(rows)), "sigmas": torch.tensor([0.7])}
+    return (x, torch.full((rows,), 0.7)), {"context": context, "transformer_options": options}
+
+
+def seconds(call: Any) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]:
+    """Whole forwards and split ones in turn, so that a machine whose speed drifts does not favour either."""
+    args, kwargs = inputs(ROWS)
+    report = session.report
+    alone, split, overhead = [], [], []
+    with torch.inference_mode():
+        whole = model(*args, **kwargs)
+        for _ in range(3):
+            output = session.forward(model, args, kwargs)
+        for _ in range(steps):
+            alone.append(seconds(lambda: model(*args, **kwargs)))
+            busy = report.busy_seconds
+            split.append(seconds(lambda: session.forward(model, args, kwargs)))
+            overhead.append(split[-1] - (report.busy_seconds - busy))
+    ratios = [a / s for a, s in zip(alone, split, strict=True)]
+    return {
+        "steps": steps,
+        "alone_s": statistics.median(alone),
+        "split_s": statistics.median(split),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "overhead_ms": 1000 * statistics.median(overhead),
+        "overhead_ms_max": 1000 * max(overhead),
+        "max_abs_diff": (output - whole).abs().max().item(),
+        "forwards": report.forwards,
+        "forwards_split": report.forwards_split,
+        "rows": report.rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "row_split.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = write_reference_model(DEMO, Path(folder) / "reference.safetensors")
+        model = load_reference_model(recipe.path)
+        report = Report("rows")
+        with WorkerProcess(cache=Path(folder) / "cache") as worker:
+            cluster = Cluster("benchmark", (parse_address("benchmark", worker.address),))
+            with Session(cluster, own_versions(None), report, lambda: recipe, check=lambda: None) as session:
+                result = measure(model, session, arguments.steps)
+    record = {
+        "what": "one forward of two rows: on one process, and split by rows between two (one thread each, loopback)",
+        "ratio": "median of the ratios of neighbouring runs, alone / split",
+        "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "torch": torch.__version__,
+        "latent_bytes_per_row": DEMO.channels * SIDE * SIDE * 4,
+        "result": result,
+    }
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return 0

@@ -1,0 +1,60 @@
+"""Outputs of a forward: one tensor [rows, …], or a list of such tensors for models that sample several latents at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import limits
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else list(output)
+
+
+def synchronize(output: Any) -> None:
+    for tensor in tensors(output):
+        if tensor.device.type == "cuda":
+            torch.cuda.synchronize(tensor.device)
+            return
+
+
+def on_device(output: Any, like: Any) -> Any:
+    device = tensors(like)[0].device
+    if isinstance(output, torch.Tensor):
+        return output.to(device)
+    return type(output)(tensor.to(device) for tensor in output)
+
+
+def continues(output: Any, count: int, local: Any) -> bool:
+    """Whether `output` is `count` more rows of what `local` is."""
+    got, want = tensors(output), tensors(local)
+    return len(got) == len(want) and all(
+        (len(theirs), theirs.shape[1:], theirs.dtype) == (count, ours.shape[1:], ours.dtype)
+        for theirs, ours in zip(got, want, strict=True)
+    )
+
+
+def last_row(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output[-1:]
+    return type(output)(tensor[-1:] for tensor in output)
+
+
+def relative_difference(output: Any, expected: Any) -> float:
+    """Norm of the difference over the norm, the largest of all tensors; NaNs in both places are equal."""
+    worst = 0.0
+    for got, want in zip(tensors(output), tensors(expected), strict=True):
+        if got.shape != want.shape:
+            return float("inf")
+        difference = torch.nan_to_num((got.float() - want.float())[~(got.isnan() & want.isnan())], nan=float("inf"))
+        scale = torch.nan_to_num(want.float()).norm().item()
+        distance = difference.norm().item()
+        worst = max(worst, distance / scale if scale else (0.0 if distance == 0 else float("inf")))
+    return worst
+
+
+def tolerance(output: Any) -> float:
+    dtype = tensors(output)[0].dtype
+    return limits.CHECK_TOLERANCE_32BIT if dtype in (torch.float32, torch.float64) else limits.CHECK_TOLERANCE_16BIT
