@@ -1,6 +1,6 @@
 """Row split of full-size models with random BF16 weights between two processes, on two GPUs or on one.
 
-python -m monarch_split.benchmarks.gpu_row_split [flux wan]   (ComfyUI's folder in COMFYUI_PATH)
+COMFYUI_PATH=... python benchmarks/gpu_row_split.py [flux wan]     writes benchmarks/results/gpu_row_split.json
 """
 
 from __future__ import annotations
@@ -8,12 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+if __package__ in (None, ""):
+    runpy.run_path(str(Path(__file__).resolve().parent.parent / "__main__.py"))["load_pack"]()
+    from monarch_split.benchmarks.gpu_row_split import main
+
+    main()
+    sys.exit()
 
 if "COMFYUI_PATH" in os.environ:
     sys.path.insert(0, os.environ["COMFYUI_PATH"])
@@ -46,7 +54,7 @@ class OtherProcess:
     def __init__(self, gpu: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[gpu]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "monarch_split.benchmarks.gpu_row_split", "--serve"],
+            [sys.executable, str(Path(__file__)), "--serve"],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
             stdout=subprocess.PIPE,
             text=True,
@@ -105,12 +113,14 @@ def measure(other: OtherProcess, name: str, repeats: int) -> dict[str, Any]:
             single = model(*one_args, **one_kwargs)
             split = run.forward(model, args, kwargs)  # the first one runs whole on both: the check
             split = run.forward(model, args, kwargs)
-            alone, shared, row = [], [], []
+            report = run.report
+            alone, shared, row, busy = [], [], [], []
             for _ in range(repeats):
                 alone += timed(lambda: model(*args, **kwargs), 1)
+                before = report.busy_seconds
                 shared += timed(lambda: run.forward(model, args, kwargs), 1)
+                busy.append(report.busy_seconds - before)
                 row += timed(lambda: model(*one_args, **one_kwargs), 1)
-            report = run.report
     return {
         "model": SHAPES[name].label,
         "rows": ROWS,
@@ -118,6 +128,8 @@ def measure(other: OtherProcess, name: str, repeats: int) -> dict[str, Any]:
         "alone_s": statistics.median(alone),
         "split_s": statistics.median(shared),
         "one_row_s": statistics.median(row),
+        "slower_node_s": statistics.median(busy),
+        "overhead_ms": 1000 * statistics.median(s - b for s, b in zip(shared, busy, strict=True)),
         "ratio": statistics.median(a / s for a, s in zip(alone, shared, strict=True)),
         "ratio_min": min(a / s for a, s in zip(alone, shared, strict=True)),
         "ratio_max": max(a / s for a, s in zip(alone, shared, strict=True)),

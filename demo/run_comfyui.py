@@ -58,6 +58,7 @@ def run_comfyui(
     server_folder, configuration, worker_folder = (folder / name for name in ("server", "configuration", "worker"))
     for needed in (configuration, worker_folder):
         needed.mkdir()
+    scratch = {"TMPDIR": str(folder)}  # torch leaves folders in there
 
     with ExitStack() as stack:
         say(f"starting ComfyUI {version}" + (" and a worker" if split != "off" else "") + " (CPU, one thread each)")
@@ -72,6 +73,7 @@ def run_comfyui(
                     cache=worker_folder / "cache",
                     name="the second process",
                     arguments=["--comfyui", str(comfyui), "--", "--cpu", "--base-directory", str(worker_folder)],
+                    environment=scratch,
                     wait=False,
                 )
             )
@@ -82,7 +84,7 @@ def run_comfyui(
                 pack=PACK,
                 python=str(python),
                 frontend=False,
-                environment={"MONARCH_CONFIG_DIR": str(configuration)},
+                environment={**scratch, "MONARCH_CONFIG_DIR": str(configuration)},
             )
         )
         if worker is not None:

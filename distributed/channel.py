@@ -311,6 +311,8 @@ class WorkerChannel:
         endpoint = self._sock.get_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rsplit(":", 1)[1])
         self._sessions: dict[bytes, _Session] = {}
+        # What a dropped session had already sent still arrives; it must not begin a session of its own.
+        self._dropped: deque[bytes] = deque(maxlen=4 * limits.MAX_STRANGERS)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -345,7 +347,7 @@ class WorkerChannel:
         if len(identity) != _SESSION_BYTES + 1 or not identity.startswith(b"M") or not frames:
             return None
         session, lane = identity[:_SESSION_BYTES], identity[_SESSION_BYTES]
-        if lane > limits.MAX_LANES:
+        if lane > limits.MAX_LANES or session in self._dropped:
             return None
         state = self._sessions.get(session)
         if state is None:
@@ -395,8 +397,10 @@ class WorkerChannel:
             raise ChannelLost("the driver is no longer connected") from error
 
     def drop(self, session: bytes, reason: str | None = None) -> None:
-        """Forget a session and tell its driver the `reason`, if any. What still comes from it starts a new one."""
+        """Forget a session and tell its driver the `reason`, if any. What still comes from it is ignored."""
         state = self._sessions.pop(session, None)
+        if session not in self._dropped:
+            self._dropped.append(session)
         if state is None or reason is None or 0 not in state.lanes:
             return
         refusal = encode(Message(Kind.REFUSED, state.number + 1, {"reason": reason}))

@@ -98,7 +98,7 @@ class TestWithRealProcesses:
             text=True,
         )
         try:
-            assert process.stderr is not None
+            assert process.stderr is not None  # for the type checker
             assert any(during in line for line in process.stderr)
             deadline = time.monotonic() + 10
             while not (started := children(process.pid)):
@@ -172,6 +172,17 @@ class TestVerdict:
         text = capsys.readouterr().out
         for part in ("3.00 s", "2.00 s", "1.50 times", "4 of 4 steps", "/pictures/", "built-in", "--get-comfyui"):
             assert part in text
+
+    @pytest.mark.parametrize(
+        ("cores", "load", "says"), [(2, 0.1, None), (2, 1.2, "load 1.2 on 2 cores"), (1, 0.0, "one core")]
+    )
+    def test_times_from_a_busy_machine_come_with_a_warning(
+        self, cores: int, load: float, says: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+        warning = demo._busy()
+        assert (warning is None) if says is None else says in (warning or "")
 
     @pytest.mark.parametrize(("forwards", "split", "expected"), [(4, 4, 4), (8, 6, 3), (4, 0, 0), (0, 0, 0)])
     def test_steps_are_counted_whether_or_not_a_step_is_one_forward(
