@@ -128,6 +128,7 @@ class RandomRuntime:
 
 class _RandomReplica:
     patched = 0
+    device = torch.device("cuda")
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

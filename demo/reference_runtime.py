@@ -67,6 +67,7 @@ class ReferenceRuntime:
 
 class _ReferenceReplica:
     patched = 0
+    device = torch.device("cpu")
 
     def __init__(self, model: ReferenceDiT, interrupted: threading.Event) -> None:
         self._model = model

@@ -62,7 +62,7 @@ def run_comfyui(
 
     with ExitStack() as stack:
         say(f"starting ComfyUI {version}" + (" and a worker" if split != "off" else "") + " (CPU, one thread each)")
-        wait_for_model = stack.enter_context(_writing_model(comfyui, python, server_folder))
+        wait_for_model = stack.enter_context(_writing_model(comfyui, python, server_folder, scratch))
         # All three at once: starting is a good part of the demo's time.
         worker: WorkerProcess | None = None
         if split != "off":
@@ -125,7 +125,9 @@ def run_comfyui(
 
 
 @contextmanager
-def _writing_model(comfyui: Path, python: Path, server_folder: Path) -> Iterator[Callable[[], str]]:
+def _writing_model(
+    comfyui: Path, python: Path, server_folder: Path, environment: dict[str, str]
+) -> Iterator[Callable[[], str]]:
     """A process that writes the model while others start. Gives a function that waits for it: the file's name."""
     models = server_folder / "models" / "diffusion_models"
     script = Path(__file__).with_name("write_model.py")
@@ -149,7 +151,7 @@ def _writing_model(comfyui: Path, python: Path, server_folder: Path) -> Iterator
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 )
             yield wait
         finally:

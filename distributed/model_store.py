@@ -133,6 +133,7 @@ class ComfyReplica:
 
     def __init__(self, runtime: ComfyRuntime, patcher: Any, patched: int) -> None:
         self.patched = patched
+        self.device = patcher.load_device
         self._runtime = runtime
         self._patcher = patcher
 

@@ -37,6 +37,7 @@ class Replica(Protocol):
     """A model that this worker built from a recipe."""
 
     patched: int
+    device: torch.device
 
     def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Output of one forward; tensors are on any device."""
@@ -296,13 +297,13 @@ class Worker:
 
     def _forward(self, driver: _Driver, message: Message) -> None:
         def compute() -> dict[str, Any]:
-            for name in message.body["drop"]:
-                driver.kept.pop(name, None)
-            driver.kept.update(message.body["keep"])
-            if sum(tensor.nbytes for tensor in driver.kept.values()) > 2 * limits.RUN_TENSOR_CACHE_BYTES:
-                raise ProtocolError("the driver keeps more tensors here than is allowed")
             if driver.replica is None:
                 raise ProtocolError("the driver asked for a forward before a model was ready")
+            for name in message.body["drop"]:
+                driver.kept.pop(name, None)
+            driver.kept.update({name: kept.to(driver.replica.device) for name, kept in message.body["keep"].items()})
+            if sum(tensor.nbytes for tensor in driver.kept.values()) > 2 * limits.RUN_TENSOR_CACHE_BYTES:
+                raise ProtocolError("the driver keeps more tensors here than is allowed")
             args = replace_kept(message.body["args"], driver.kept)
             kwargs = replace_kept(message.body["kwargs"], driver.kept)
             began = time.perf_counter()

@@ -104,19 +104,16 @@ def test_a_peer_that_holds_the_gil_is_not_lost(process: tuple[int, int]) -> None
 
 
 def test_a_lost_connection_is_not_mended_behind_our_back() -> None:
-    with echo_thread() as first:
-        channel = DriverChannel("127.0.0.1", first.port)
-        port = first.port
-    context = zmq.Context()
-    sock = context.socket(zmq.ROUTER)
-    sock.bind(f"tcp://127.0.0.1:{port}")
-    with pytest.raises(ChannelLost, match="was lost"):
-        next_messages(channel)
-    time.sleep(0.3)
-    assert sock.poll(0) == 0
-    channel.close()
-    sock.close(linger=0)
-    context.term()
+    with contextlib.ExitStack() as stack:
+        with echo_thread() as first:
+            channel = stack.enter_context(greeted(first.port))
+            port = first.port
+        context = stack.enter_context(zmq.Context())
+        successor = stack.enter_context(context.socket(zmq.ROUTER))
+        successor.bind(f"tcp://127.0.0.1:{port}")
+        with pytest.raises(ChannelLost, match="was lost"):
+            next_messages(channel)
+        assert successor.poll(500) == 0
 
 
 def test_a_worker_notices_that_its_driver_is_gone_and_serves_the_next() -> None:

@@ -210,6 +210,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
 
     class TestReplica:
         patched = 0
+        device = torch.device("cpu")
 
         def __init__(self, runtime: TestRuntime, stock: Any) -> None:
             self._runtime, self._stock = runtime, stock
