@@ -42,6 +42,8 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.set(zmq.HEARTBEAT_TIMEOUT, int(limits.HEARTBEAT_TIMEOUT * 1000))
     sock.set(zmq.HANDSHAKE_IVL, int(limits.CONNECT_TIMEOUT * 1000))
     sock.set(zmq.IPV6, 1)
+    sock.set(zmq.SNDBUF, limits.SOCKET_BUFFER_BYTES)
+    sock.set(zmq.RCVBUF, limits.SOCKET_BUFFER_BYTES)
     # No single frame is larger than a header or a chunk; libzmq refuses others before it allocates.
     sock.set(zmq.MAXMSGSIZE, limits.MAX_HEADER_BYTES + 1024)
 
@@ -212,10 +214,11 @@ class DriverChannel:
         Raises ChannelLost once the other side is gone; what had not been read by then is lost.
         """
         self._require_open()
-        self._poller.poll(max(0, int(timeout * 1000)))
+        ready = dict(self._poller.poll(max(0, int(timeout * 1000))))
         try:
             for lane, sock in enumerate(self._sockets):
-                self._read_lane(lane, sock)
+                if sock in ready:
+                    self._read_lane(lane, sock)
             messages = [message for message in self._assembler.take() if not self._is_about_channel(message)]
         except ProtocolError as error:
             self.lost = f"the worker at {self.address} broke the protocol: {error}"
@@ -224,7 +227,8 @@ class DriverChannel:
                 self.lost = f"what answers at {self.address} is not a Monarch worker of this version: {error}"
             raise ChannelLost(self.lost) from error
         if not messages:
-            self._read_monitors()
+            if any(monitor in ready for monitor in self._monitors):
+                self._read_monitors()
             if self.lost:
                 raise ChannelLost(self.lost)
         return messages

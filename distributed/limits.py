@@ -27,8 +27,9 @@ TENSOR_BATCH_BYTES = 256 * MIB
 DATA_LANES = 2
 MAX_LANES = 16
 CHUNK_BYTES = 1 * MIB
-# Tensors below this travel inside their message on the control lane: a chunk would cost more than it saves.
+# Tensors up to this size travel inside their message: gathering chunks from the lanes would cost more than it saves.
 INLINE_BYTES = 64 * 1024
+SOCKET_BUFFER_BYTES = 4 * MIB
 # Chunks of messages whose header has not arrived yet (lanes are separate connections, so they can overtake it).
 MAX_EARLY_CHUNK_BYTES = 1 * GIB
 # Messages that are not complete yet, all of them together.
@@ -53,6 +54,8 @@ DRIVER_PROBE_INTERVAL = 0.5
 
 # Tensors a run keeps on the worker so that they are not sent again (prompt embeddings, masks).
 RUN_TENSOR_CACHE_BYTES = 512 * MIB
+# Smaller ones are cheaper to send than to look up.
+RUN_TENSOR_MIN_BYTES = 4096
 RUN_TENSOR_VERSIONS = 8
 # Weight-patch tensors (LoRA) a worker keeps between runs.
 PATCH_TENSOR_CACHE_BYTES = 4 * GIB

@@ -273,7 +273,7 @@ class _KeptTensors:
         """`value` with large tensors replaced by names; those not held yet are added to `fresh`."""
         if type(value) in (list, tuple):
             return type(value)(self.place(f"{path}[{i}]", item, fresh) for i, item in enumerate(value))
-        if not isinstance(value, torch.Tensor) or value.nbytes <= limits.INLINE_BYTES // 16:
+        if not isinstance(value, torch.Tensor) or value.nbytes <= limits.RUN_TENSOR_MIN_BYTES:
             return value
         versions = self._versions.setdefault(path, [])
         for position, (name, held) in enumerate(versions):
