@@ -135,7 +135,7 @@ class _RandomReplica:
 
     def forward(self, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         placed = {name: v.to("cuda") if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
-        options = placed["transformer_options"]
+        options = kwargs["transformer_options"]
         placed["transformer_options"] = {**options, "sigmas": options["sigmas"].to("cuda")}
         with torch.inference_mode():
             return self._model(*(value.to("cuda") for value in args), **placed)

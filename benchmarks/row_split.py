@@ -1,6 +1,6 @@
 """Row split between two processes of this machine, one thread each, with the reference model; needs no ComfyUI.
 
-python benchmarks/row_split.py [--steps 12]     writes benchmarks/results/row_split.json
+python benchmarks/row_split.py [--steps 30]     writes benchmarks/results/row_split.json
 """
 
 from __future__ import annotations
@@ -56,21 +56,27 @@ def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]
     """Whole forwards and split ones in turn, so that a machine whose speed drifts does not favour either."""
     args, kwargs = inputs(ROWS)
     report = session.report
-    alone, split, overhead = [], [], []
+    one_args, one_kwargs = inputs(1)
+    alone, one_row, split, slower, overhead = [], [], [], [], []
     with torch.inference_mode():
         whole = model(*args, **kwargs)
-        for _ in range(3):
-            output = session.forward(model, args, kwargs)
+        for _ in range(2):
+            session.forward(model, args, kwargs)
+        output = session.forward(model, args, kwargs)
         for _ in range(steps):
             alone.append(seconds(lambda: model(*args, **kwargs)))
+            one_row.append(seconds(lambda: model(*one_args, **one_kwargs)))
             busy = report.busy_seconds
             split.append(seconds(lambda: session.forward(model, args, kwargs)))
-            overhead.append(split[-1] - (report.busy_seconds - busy))
+            slower.append(report.busy_seconds - busy)
+            overhead.append(split[-1] - slower[-1])
     ratios = [a / s for a, s in zip(alone, split, strict=True)]
     return {
         "steps": steps,
         "alone_s": statistics.median(alone),
+        "one_row_s": statistics.median(one_row),
         "split_s": statistics.median(split),
+        "slower_node_s": statistics.median(slower),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
@@ -85,7 +91,7 @@ def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "row_split.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,6 +106,7 @@ def main() -> int:
     record = {
         "what": "one forward of two rows: on one process, and split by rows between two (one thread each, loopback)",
         "ratio": "median of the ratios of neighbouring runs, alone / split",
+        "one_row_s, slower_node_s": "one row on an otherwise idle machine, and while both processes compute one",
         "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},

@@ -28,7 +28,7 @@ def wrap(detection: ModuleType) -> None:
         return
 
     def model_config_from_unet(state_dict: dict, prefix: str, *args: Any, metadata: dict | None = None, **kw: Any):
-        if METADATA_KEY not in (metadata or {}):
+        if metadata is None or METADATA_KEY not in metadata:
             return original(state_dict, prefix, *args, metadata=metadata, **kw)
         import comfy.supported_models
 
@@ -38,7 +38,7 @@ def wrap(detection: ModuleType) -> None:
         return getattr(comfy.supported_models, override["class"])(config)
 
     setattr(model_config_from_unet, _MARK, True)
-    detection.model_config_from_unet = model_config_from_unet
+    vars(detection)["model_config_from_unet"] = model_config_from_unet
 
 
 def plain_convolutions() -> None:

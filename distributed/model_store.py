@@ -175,7 +175,7 @@ def _import_comfyui(comfyui: Path, arguments: list[str]) -> str:
     finally:
         sys.argv = previous
     dynamic = _start_dynamic_memory(comfy.cli_args.args)
-    import comfy.sd  # noqa: F401  (takes seconds; better now than when the first driver waits)
+    import comfy.sd
     import utils.extra_config
 
     for config in _path_configs(comfyui, comfy.cli_args.args):
@@ -196,8 +196,8 @@ def _path_configs(comfyui: Path, args: Any) -> list[Path]:
 def _start_dynamic_memory(args: Any) -> bool:
     """Load weights the way the driver's ComfyUI does: LoRA results differ between its two ways in the last bits."""
     try:
-        from comfy.cli_args import enables_dynamic_vram
         import comfy_aimdo.control
+        from comfy.cli_args import enables_dynamic_vram
     except ImportError:
         return False
     if args.cpu or not enables_dynamic_vram():

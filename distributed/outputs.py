@@ -1,4 +1,4 @@
-"""Outputs of a forward: one tensor [rows, …], or a list of such tensors for models that sample several latents at once."""
+"""Outputs of a forward: one tensor [rows, …], or a list of them for models that sample several latents at once."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def describe(patcher: Any) -> Recipe:
 def _foreign_code(patcher: Any) -> Iterable[str]:
     """Everything attached to a MODEL that changes what its forward computes and cannot travel."""
     # Wrappers of the MODEL are in transformer_options by the time a run begins, too; nodes ask before that.
-    yield from code_in_the_forward({**patcher.model_options.get("transformer_options", {}), "wrappers": patcher.wrappers})
+    options = patcher.model_options.get("transformer_options", {})
+    yield from code_in_the_forward({**options, "wrappers": patcher.wrappers})
     for key in patcher.object_patches:
         if key.split(".")[0] == "diffusion_model":
             yield f"a node replaced {key} of the model"
@@ -115,7 +116,7 @@ def _file_ref(path: Path, folders: tuple[str, ...]) -> FileRef:
     return FileRef(folder, name, path.stat().st_size, file_digest(path))
 
 
-# --- weight patches -----------------------------------------------------------------------------------------------------
+# --- weight patches ---------------------------------------------------------------------------------------------------
 
 
 def _patches(patcher: Any, reasons: list[str]) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ class MonarchModelLoader(io.ComfyNode):
                 io.Combo.Input(
                     "unet_name",
                     options=folder_paths.get_filename_list("diffusion_models"),
-                    tooltip="A file in models/diffusion_models. The worker needs no copy: it is sent one when it has none.",
+                    tooltip="A file in models/diffusion_models. A worker that has no copy is sent one.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
@@ -35,7 +35,7 @@ class MonarchModelLoader(io.ComfyNode):
                     tooltip="As in Load Diffusion Model: the type that the weights are held in.",
                 ),
             ],
-            outputs=[io.Model.Output()],
+            outputs=[io.Model.Output(tooltip="The model, for any node that takes one.")],
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from comfy_api.latest import io
@@ -47,7 +48,9 @@ class MonarchSampler(io.ComfyNode):
                     "sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="The sampling algorithm."
                 ),
                 io.Combo.Input(
-                    "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="How noise is removed over the steps."
+                    "scheduler",
+                    options=comfy.samplers.KSampler.SCHEDULERS,
+                    tooltip="How noise is removed over the steps.",
                 ),
                 io.Conditioning.Input("positive", tooltip="What you want to see in the image."),
                 io.Conditioning.Input("negative", tooltip="What you do not want to see in the image."),
@@ -88,8 +91,7 @@ class MonarchSampler(io.ComfyNode):
         split: str,
     ) -> io.NodeOutput:
         # ComfyUI's own module of this name, not the package this file is in.
-        from nodes import common_ksampler
-
+        common_ksampler = importlib.import_module("nodes").common_ksampler
         notifier = Notifier(cls.hidden.unique_id)
         split_model = attach(model, split, notifier)
         (latent,) = common_ksampler(

@@ -43,9 +43,9 @@ def comfy(comfyui_path: Path) -> ModuleType:
     """The comfy package, on the CPU with one thread. Skips where this Python cannot import it."""
     if str(comfyui_path) not in sys.path:
         sys.path.insert(0, str(comfyui_path))
-    try:
-        import torch
+    import torch
 
+    try:
         # Only the values of the command line are needed here, and pytest's own arguments are not ComfyUI's.
         importlib.import_module("comfy.cli_args").args.cpu = True
         for name in ("sd", "sample", "samplers", "utils", "model_patcher", "patcher_extension"):
@@ -102,7 +102,7 @@ class Tiny:
         **more: Any,
     ) -> Any:
         """The latent that KSampler makes with these settings; `more` goes to comfy.sample.sample (denoise, …)."""
-        from comfy import sample
+        sample = importlib.import_module("comfy.sample")
 
         from monarch_split.demo import tiny_models
 
@@ -141,7 +141,7 @@ def tiny(comfy: Any, models_folder: Path) -> Callable[..., Tiny]:
     return load
 
 
-# --- joined with workers -------------------------------------------------------------------------------------------------
+# --- joined with workers ----------------------------------------------------------------------------------------------
 
 
 @dataclass

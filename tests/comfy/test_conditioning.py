@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_inpaint_mask(driver: Any, tiny: Callable[..., Any], family: str) -> Non
 
 def test_two_areas_with_a_mask_and_a_time_range(driver: Any, tiny: Callable[..., Any]) -> None:
     import torch
+
     from monarch_split.demo.tiny_models import conditioning
 
     it = tiny("flux_schnell")
@@ -73,6 +75,7 @@ def make_control_net(comfy: Any, seed: int) -> Any:
     import torch
     from comfy.cldm.cldm import ControlNet as Network
     from comfy.controlnet import ControlNet
+
     from monarch_split.demo.tiny_families import FAMILIES, SCALES
 
     config = dict(FAMILIES["sd15"].config(SCALES["tiny"]))
@@ -89,11 +92,9 @@ def make_control_net(comfy: Any, seed: int) -> Any:
 
 
 def test_two_stacked_control_nets_with_start_and_end(driver: Any, tiny: Callable[..., Any], comfy: Any) -> None:
-    import nodes
     import torch
 
-    import comfy.controlnet  # noqa: F401
-
+    nodes = importlib.import_module("nodes")
     it = tiny("sd15")
     positive, negative = it.positive, it.negative
     for seed, (start, end) in ((1, (0.0, 1.0)), (2, (0.0, 0.5))):
@@ -110,6 +111,7 @@ def custom_sample(model: Any, it: Any, guider_class: Any, batch: int = 1, cfgs: 
     """What SamplerCustomAdvanced does with `guider_class`."""
     import comfy.sample
     import comfy.samplers
+
     from monarch_split.demo.tiny_models import empty_latent
 
     guider = guider_class(model)
@@ -139,14 +141,12 @@ def test_a_guider_with_three_conditionings(driver: Any, tiny: Callable[..., Any]
     assert largest_difference(latent, expected) <= 1e-5
 
 
-def test_two_stages_of_ksampler_advanced(driver: Any, tiny: Callable[..., Any]) -> None:
+def test_two_stages_of_ksampler_advanced(driver: Any, tiny: Callable[..., Any], comfy: Any) -> None:
     it = tiny("flux_schnell")
 
     def render(model: Any) -> Any:
         first = it.sample(model, cfg=4.0, steps=6, start_step=0, last_step=3, force_full_denoise=False)
-        from comfy import sample
-
-        return sample.sample(
+        return comfy.sample.sample(
             model, first * 0, 6, 4.0, "euler", "simple", it.positive, it.negative, first, start_step=3, last_step=6,
             disable_noise=True, force_full_denoise=True, seed=0, disable_pbar=True,
         )  # fmt: skip
@@ -159,8 +159,6 @@ def test_two_stages_of_ksampler_advanced(driver: Any, tiny: Callable[..., Any]) 
 
 
 def test_context_windows(driver: Any, tiny: Callable[..., Any], comfy: Any) -> None:
-    import importlib
-
     windows = importlib.import_module("comfy.context_windows")
     it = tiny("wan")
 

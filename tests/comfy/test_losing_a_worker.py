@@ -196,16 +196,15 @@ def test_disk_full_while_streaming_leaves_nothing_half_written(
 
 def test_the_loader_refuses_what_cannot_work(comfy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import folder_paths
+
     from monarch_split.demo.tiny_models import write_model
     from monarch_split.nodes.loader import MonarchModelLoader
 
     good = write_model("flux_schnell", tmp_path)
     (tmp_path / "truncated.safetensors").write_bytes(good.read_bytes()[:-1000])
     (tmp_path / "really_gguf.safetensors").write_bytes(b"GGUF\x03\0\0\0" + bytes(64))
-    monkeypatch.setitem(
-        folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"})
-    )
-    with pytest.raises(FileNotFoundError, match="missing.safetensors"):
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))
+    with pytest.raises(FileNotFoundError, match=r"missing\.safetensors"):
         MonarchModelLoader.execute("missing.safetensors", "default")
     with pytest.raises(ValueError, match=r"truncated\.safetensors"):
         MonarchModelLoader.execute("truncated.safetensors", "default")

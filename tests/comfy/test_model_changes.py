@@ -85,7 +85,9 @@ def test_a_changed_strength_sends_no_tensor_again(
     assert max(sent[1:]) < sent[0] / 2
 
 
-def test_lora_of_which_some_keys_match_nothing(driver: Any, tiny: Callable[..., Any], comfy: Any, tmp_path: Path) -> None:
+def test_lora_of_which_some_keys_match_nothing(
+    driver: Any, tiny: Callable[..., Any], comfy: Any, tmp_path: Path
+) -> None:
     from monarch_split.demo.tiny_loras import write_lora
 
     weights = comfy.utils.load_torch_file(str(write_lora("flux_schnell", tmp_path, missing_keys=2)))
@@ -142,6 +144,7 @@ def test_a_forced_compute_dtype_is_forced_on_the_worker_too(driver: Any, tiny: C
 def rows_one_by_one(model: Any) -> Any:
     """A clone of a MODEL whose diffusion model sees one row at a time."""
     import torch
+
     from monarch_split.distributed.rows import Call, cut
 
     forward = model.model.diffusion_model.forward

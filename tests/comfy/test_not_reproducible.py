@@ -153,6 +153,7 @@ def test_a_model_of_an_unknown_loader_runs_here(driver: Any, tiny: Callable[...,
 def test_lora_hooks_in_the_prompt_run_here(driver: Any, tiny: Callable[..., Any], comfy: Any, tmp_path: Any) -> None:
     import comfy.hooks
     import torch
+
     from monarch_split.demo.tiny_loras import write_lora
 
     it = tiny("flux_schnell")

@@ -165,21 +165,22 @@ def test_progress_previews_and_the_line_reach_the_browser(server: Any, start_wor
         events: list[dict[str, Any]] = []
         binary: list[bytes] = []
         async with aiohttp.ClientSession() as client, client.ws_connect(f"{server.url}/ws?clientId=test") as socket:
-            async with client.post(f"{server.url}/prompt", json={"prompt": prompt_graph, "client_id": "test"}) as answer:
+            async with client.post(
+                f"{server.url}/prompt", json={"prompt": prompt_graph, "client_id": "test"}
+            ) as answer:
                 assert answer.status == 200, await answer.text()
-            async with asyncio.timeout(60):
-                async for message in socket:
-                    if message.type is aiohttp.WSMsgType.BINARY:
-                        binary.append(message.data)
-                        continue
-                    events.append(json.loads(message.data))
-                    if events[-1]["type"] in ("execution_success", "execution_error"):
-                        return events, binary
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    binary.append(message.data)
+                    continue
+                events.append(json.loads(message.data))
+                if events[-1]["type"] in ("execution_success", "execution_error"):
+                    return events, binary
         raise AssertionError("the connection was closed")
 
     with start_worker(name="second") as worker:
         join(server, worker)
-        events, binary = asyncio.run(listen(graph(seed=31, steps=6)))
+        events, binary = asyncio.run(asyncio.wait_for(listen(graph(seed=31, steps=6)), timeout=60))
     assert events[-1]["type"] == "execution_success"
     steps = [event["data"] for event in events if event["type"] == "progress"]
     # A file that is sent to the worker has a bar of its own.

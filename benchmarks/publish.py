@@ -1,0 +1,57 @@
+"""Writes the numbers of benchmarks/results into the README, between its two `numbers` marks; a test holds them to that.
+
+python benchmarks/publish.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def numbers() -> str:
+    """The README's table and the line below it, in Markdown."""
+    gpu, cpu = record("gpu_row_split"), record("row_split")
+    rows = [
+        f"| {result['model']} | {result['alone_s']:.3g} s | {result['split_s']:.3g} s | {result['ratio']:.2f}x |"
+        for result in gpu["results"]
+        if result["placement"] == "two GPUs"
+    ]
+    two = next(result for result in gpu["results"] if result["placement"] == "two GPUs")
+    return "\n".join(
+        [
+            "| one step with CFG | one GPU | two GPUs | |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"Measured between two processes on two {gpu['gpu']} of one machine with random weights, medians of paired "
+            "forwards of the diffusion model alone; text encoder, VAE and sampler are not in it. "
+            f"The engine itself took {two['overhead_ms']:.1f} ms of each Flux step. Two processes with one thread each "
+            f"on two CPU cores: {cpu['result']['ratio']:.2f}x ({cpu['result']['overhead_ms']:.1f} ms per step). "
+            "Two DGX Sparks have not been measured yet. Records and scripts: [benchmarks](benchmarks).",
+        ]
+    )
+
+
+def published(readme: str) -> str:
+    """`readme` with the current numbers between its marks."""
+    before, rest = readme.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{numbers()}\n{END}{after}"
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    path.write_text(published(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
