@@ -26,8 +26,8 @@ _ENGINE = {"torch==2.13.0": "torch", "numpy": "numpy", "safetensors": "safetenso
 TEST_TOOLS = {"pytest>=8": "pytest", "pytest-timeout>=2.3": "pytest_timeout", "hypothesis>=6.100": "hypothesis"}
 REQUIREMENTS: dict[str, dict[str, str]] = {
     "worker": _ENGINE,
-    "demo": {**_ENGINE, "pillow": "PIL"},
-    "test": {**_ENGINE, "pillow": "PIL", **TEST_TOOLS},
+    "demo": _ENGINE,
+    "test": {**_ENGINE, **TEST_TOOLS},
 }
 
 # ComfyUI imports these at start. torch alone would not do: our own .venv has it too, and cannot run ComfyUI.

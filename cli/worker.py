@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import ipaddress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..distributed.limits import DEFAULT_PORT
 from .environment import ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, run_in
+
+if TYPE_CHECKING:
+    from ..distributed.worker import Runtime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,15 +60,18 @@ def run(args: argparse.Namespace) -> int:
 
     from ..distributed.serve import serve
 
-    return serve(
-        listen,
-        args.port,
-        runtime=args.runtime,
-        comfyui=comfyui,
-        comfyui_args=args.passed_on,
-        cache=args.cache.expanduser() if args.cache else None,
-        name=args.name,
-    )
+    cache = args.cache.expanduser() if args.cache else None
+    return serve(_runtime(comfyui, args.passed_on), listen, args.port, cache=cache, name=args.name)
+
+
+def _runtime(comfyui: Path | None, comfyui_args: list[str]) -> Runtime:
+    if comfyui is None:
+        from ..demo.reference_runtime import ReferenceRuntime
+
+        return ReferenceRuntime()
+    from ..distributed.model_store import ComfyRuntime
+
+    return ComfyRuntime(comfyui, comfyui_args)
 
 
 def _loopback(address: str) -> str:

@@ -55,15 +55,15 @@ class Configuration:
     default: str = "default"
     clusters: dict[str, Cluster] = field(default_factory=dict)
 
-    def cluster(self, name: str | None = None) -> Cluster:
-        """The cluster `name` (default: the default one). Raises ConfigurationError if there is no such cluster."""
-        wanted = name or self.default
-        if wanted in self.clusters:
-            return self.clusters[wanted]
-        if name is None:
-            return Cluster(wanted)
-        known = ", ".join(self.clusters) or "none"
-        raise ConfigurationError(f"{self.path} has no cluster {name!r} (known: {known}); add it or choose another.")
+    def cluster(self) -> Cluster:
+        """The cluster to use. Raises ConfigurationError if the file names one that it does not hold."""
+        if self.default in self.clusters or not self.clusters:
+            return self.clusters.get(self.default, Cluster(self.default))
+        known = ", ".join(self.clusters)
+        raise ConfigurationError(
+            f"{self.path} has no cluster {self.default!r} (it has: {known}); name one of them in a line such as "
+            f'default = "{next(iter(self.clusters))}".'
+        )
 
 
 def configuration_folder() -> Path:

@@ -11,7 +11,6 @@ class Report:
     """Counts and costs of one run. Times in seconds, traffic in bytes; a forward is one call of the diffusion model."""
 
     mode: str
-    nodes: list[str] = field(default_factory=lambda: ["driver"])
     steps: int = 0
     forwards: int = 0
     forwards_split: int = 0
@@ -60,7 +59,7 @@ class Report:
             f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares})."
         )
         notes = "; ".join(self.events + self.reasons)
-        return f"{line} {notes}." if notes else line
+        return f"{line} {notes[0].upper()}{notes[1:]}." if notes else line
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for events, history and tests."""

@@ -1,4 +1,4 @@
-"""Starts a worker: chooses the runtime, binds, says where it listens and what it can use, and serves until stopped."""
+"""Starts a worker: binds, says where it listens and what it can use, and serves until stopped."""
 
 from __future__ import annotations
 
@@ -13,43 +13,21 @@ from .files import FileCache
 from .worker import Runtime, Worker, run_until_stopped
 
 
-def serve(
-    listen: str,
-    port: int,
-    *,
-    runtime: str,
-    comfyui: Path | None,
-    comfyui_args: list[str],
-    cache: Path | None,
-    name: str | None,
-) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the address is taken."""
-    computes_with = _runtime(runtime, comfyui, comfyui_args)
+def serve(runtime: Runtime, listen: str, port: int, *, cache: Path | None = None, name: str | None = None) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the address cannot be bound."""
     folder = cache or default_cache_folder()
     try:
-        worker = Worker(computes_with, FileCache(folder), listen, port, name or platform.node() or "worker")
+        worker = Worker(runtime, FileCache(folder), listen, port, name or platform.node() or "worker")
     except zmq.ZMQError as error:
         print(f"Cannot listen on {listen}:{port}: {error.strerror}. Choose another port with --port.", file=sys.stderr)
         return 1
-    device = computes_with.describe()
+    device = runtime.describe()
     print(f"{worker.name}: {device['device']}, {device['memory']}", flush=True)
     print(f"Files that a driver sends are kept in {folder}", flush=True)
     print(f'In the driver\'s monarch.toml: workers = ["{worker.address}"]', flush=True)
     print(f"Listening on {worker.address}", flush=True)
     run_until_stopped(worker)
     return 0
-
-
-def _runtime(runtime: str, comfyui: Path | None, comfyui_args: list[str]) -> Runtime:
-    if runtime == "reference":
-        from ..demo.reference_runtime import ReferenceRuntime
-
-        return ReferenceRuntime()
-    from .model_store import ComfyRuntime
-
-    if comfyui is None:
-        raise ValueError("the comfyui runtime needs ComfyUI's folder")
-    return ComfyRuntime(comfyui, comfyui_args)
 
 
 def default_cache_folder() -> Path:

@@ -7,8 +7,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .attach import SPLIT_MODES, attach
+from .attach import attach
 from .notify import Notifier
+from .split import split_input
 
 
 class MonarchSampler(io.ComfyNode):
@@ -63,13 +64,7 @@ class MonarchSampler(io.ComfyNode):
                     step=0.01,
                     tooltip="How much is denoised; lower values keep the structure of the latent.",
                 ),
-                io.Combo.Input(
-                    "split",
-                    options=list(SPLIT_MODES),
-                    default="auto",
-                    tooltip="auto: split as long as that is faster. rows: always split conditionings and batch items "
-                    "between the machines. off: this machine alone.",
-                ),
+                split_input(),
             ],
             outputs=[io.Latent.Output(tooltip="The denoised latent.")],
             hidden=[io.Hidden.unique_id],

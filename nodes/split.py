@@ -10,6 +10,17 @@ from .attach import SPLIT_MODES, attach
 from .notify import Notifier
 
 
+def split_input() -> io.Combo.Input:
+    """The widget that says how to split; new values go to its end, so that saved graphs keep theirs."""
+    return io.Combo.Input(
+        "split",
+        options=list(SPLIT_MODES),
+        default="auto",
+        tooltip="auto: split as long as that is faster. rows: always split conditionings and batch items between the "
+        "machines. off: this machine alone.",
+    )
+
+
 class MonarchSplit(io.ComfyNode):
     """Has whatever samples this MODEL split its steps."""
 
@@ -23,13 +34,7 @@ class MonarchSplit(io.ComfyNode):
             "machine and your workers. LoRA and sampling nodes can come before it or after it.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to split, from any loader, with any LoRA."),
-                io.Combo.Input(
-                    "split",
-                    options=list(SPLIT_MODES),
-                    default="auto",
-                    tooltip="auto: split as long as that is faster. rows: always split conditionings and batch items "
-                    "between the machines. off: this machine alone.",
-                ),
+                split_input(),
             ],
             outputs=[io.Model.Output(tooltip="The same model; sampling it is split.")],
             hidden=[io.Hidden.unique_id],

@@ -1,6 +1,28 @@
 """Makes the folder under test importable as `monarch_split`, and by no other name, in every test."""
 
+from __future__ import annotations
+
 import runpy
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 runpy.run_path(str(Path(__file__).parent.parent / "__main__.py"))["load_pack"]()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The tiny reference model."""
+    from monarch_split.tests.driving import make_model
+
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Recipe of the tiny reference model, in a file."""
+    from monarch_split.demo.reference import TINY
+    from monarch_split.demo.reference_runtime import write_reference_model
+
+    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")

@@ -319,9 +319,9 @@ class TestEnvironment:
     def test_a_chosen_python_that_lacks_something_is_told_what_to_install(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        python = make_python(tmp_path / "python", prints="PIL")
+        python = make_python(tmp_path / "python", prints="numpy")
         monkeypatch.setenv("MONARCH_PYTHON", str(python))
-        with pytest.raises(CommandError, match=r"-m pip install 'pillow'$"):
+        with pytest.raises(CommandError, match=r"-m pip install 'numpy'$"):
             environment.make_environment("demo")
         make_python(python)
         assert environment.make_environment("demo") == python

@@ -11,27 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_split.demo.reference import TINY, ReferenceDiT
-from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, make_model, open_session, render
+from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, open_session, render
 from monarch_split.tests.worker_process import Forge, Worker, ended, shared_forge
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
 
 # Silence is noticed within two seconds; the rest is for a busy machine.
 NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 2.0
-
-
-@pytest.fixture(scope="module")
-def model() -> ReferenceDiT:
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
 
 
 @pytest.fixture(scope="module")

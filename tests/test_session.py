@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from monarch_split.demo.reference import TINY, ReferenceDiT
-from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.tests.driving import (
     SAME,
     difference,
     equal_shares,
     guided,
-    make_model,
     open_session,
     render,
     sample_once,
@@ -25,16 +23,6 @@ from monarch_split.tests.driving import (
 from monarch_split.tests.worker_process import Worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture(scope="module")
-def model() -> ReferenceDiT:
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
 
 
 @pytest.fixture

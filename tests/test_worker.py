@@ -8,13 +8,11 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from monarch_split.demo.reference import TINY, ReferenceDiT
-from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.demo.worker_process import WorkerProcess
 from monarch_split.distributed import limits
 from monarch_split.distributed.channel import DriverChannel
@@ -22,20 +20,10 @@ from monarch_split.distributed.codec import Kept
 from monarch_split.distributed.messages import Kind, Message
 from monarch_split.distributed.recipe import Recipe, tensor_digest
 from monarch_split.distributed.versions import own_versions
-from monarch_split.tests.driving import SAME, equal_shares, make_model, open_session, render, sample_once
+from monarch_split.tests.driving import SAME, equal_shares, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, shared_forge, until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture(scope="module")
-def model() -> ReferenceDiT:
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -292,8 +280,8 @@ class TestStartingAndStopping:
     def test_a_taken_port_is_said_with_the_next_step(
         self, worker: Worker, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
+        from monarch_split.demo.reference_runtime import ReferenceRuntime
         from monarch_split.distributed.serve import serve
 
-        options: dict[str, Any] = {"runtime": "reference", "comfyui": None, "comfyui_args": []}
-        assert serve("127.0.0.1", worker.port, cache=tmp_path, name="late", **options) == 1
+        assert serve(ReferenceRuntime(), "127.0.0.1", worker.port, cache=tmp_path, name="late") == 1
         assert f"Cannot listen on 127.0.0.1:{worker.port}: Address already in use" in capsys.readouterr().err

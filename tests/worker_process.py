@@ -229,9 +229,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
 
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    reference_runtime.ReferenceRuntime = TestRuntime
-    options: dict[str, Any] = {"runtime": "reference", "comfyui": None, "comfyui_args": []}
-    return serve("127.0.0.1", port, cache=Path(cache), name=name, **options)
+    return serve(TestRuntime(), "127.0.0.1", port, cache=Path(cache), name=name)
 
 
 def _run_driver(address: str, model: str) -> int:
