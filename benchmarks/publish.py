@@ -25,7 +25,11 @@ def numbers() -> str:
         for result in gpu["results"]
         if result["placement"] == "two GPUs"
     ]
-    two = next(result for result in gpu["results"] if result["placement"] == "two GPUs")
+    engine = " and ".join(
+        f"{1000 * result['engine_per_forward']['median_s']:.1f} ms ({result['model'].split(',')[0]})"
+        for result in gpu["results"]
+        if result["placement"] == "two GPUs"
+    )
     return "\n".join(
         [
             "| one step with CFG | one GPU | two GPUs | |",
@@ -34,8 +38,9 @@ def numbers() -> str:
             "",
             f"Measured between two processes on two {gpu['gpu']} of one machine with random weights, medians of paired "
             "forwards of the diffusion model alone; text encoder, VAE and sampler are not in it. "
-            f"The engine itself took {two['overhead_ms']:.1f} ms of each Flux step. Two processes with one thread each "
-            f"on two CPU cores: {cpu['result']['ratio']:.2f}x ({cpu['result']['overhead_ms']:.1f} ms per step). "
+            f"Around a model that does nothing, the engine takes {engine} a step. "
+            f"Two processes with one thread each on two CPU cores, a step of {cpu['result']['alone_s']:.1f} s: "
+            f"{cpu['result']['ratio']:.2f}x, of which the engine takes {cpu['result']['overhead_ms']:.1f} ms. "
             "Two DGX Sparks have not been measured yet. Records and scripts: [benchmarks](benchmarks).",
         ]
     )

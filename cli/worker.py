@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,10 +59,24 @@ def run(args: argparse.Namespace) -> int:
     listen = _loopback(args.listen)
     comfyui = _comfyui(args.comfyui).path if args.runtime == "comfyui" else None
 
+    set_before_torch(args.passed_on)
     from ..distributed.serve import serve
 
     cache = args.cache.expanduser() if args.cache else None
     return serve(_runtime(comfyui, args.passed_on), listen, args.port, cache=cache, name=args.name)
+
+
+def set_before_torch(comfyui_args: list[str]) -> None:
+    """What ComfyUI's main.py sets in the environment for these flags; torch reads it when it is imported."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cuda-device")
+    parser.add_argument("--deterministic", action="store_true")
+    flags, _ = parser.parse_known_args(comfyui_args)
+    if flags.cuda_device not in (None, "all"):
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            os.environ[name] = str(flags.cuda_device)
+    if flags.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _runtime(comfyui: Path | None, comfyui_args: list[str]) -> Runtime:

@@ -19,7 +19,10 @@ from . import limits
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ImportError:  # pip always carries the same parser
+        from pip._vendor import tomli as tomllib
 
 
 class ConfigurationError(ValueError):

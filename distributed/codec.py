@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,18 +184,18 @@ def pack_plain(value: Any, path: str) -> tuple[Any, list[torch.Tensor]]:
     return _pack(value, tensors, path), tensors
 
 
-def replace_kept(value: Any, kept: dict[int | str, torch.Tensor]) -> Any:
-    """`value` with every Kept replaced by its tensor. Raises ProtocolError if one is not held."""
+def replace_kept(value: Any, kept: Mapping[int | str, torch.Tensor], *, copy: bool = False) -> Any:
+    """`value` with every Kept replaced by its tensor, or by a copy of it. Raises ProtocolError if one is not held."""
     if isinstance(value, Kept):
         if value.name not in kept:
             raise ProtocolError(f"a message names tensor {value.name!r}, which is not held here")
-        return kept[value.name]
+        return kept[value.name].clone() if copy else kept[value.name]
     if type(value) is list:
-        return [replace_kept(item, kept) for item in value]
+        return [replace_kept(item, kept, copy=copy) for item in value]
     if type(value) is tuple:
-        return tuple(replace_kept(item, kept) for item in value)
+        return tuple(replace_kept(item, kept, copy=copy) for item in value)
     if isinstance(value, dict):
-        return {key: replace_kept(item, kept) for key, item in value.items()}
+        return {key: replace_kept(item, kept, copy=copy) for key, item in value.items()}
     return value
 
 

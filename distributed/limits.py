@@ -1,4 +1,4 @@
-"""Every limit and default of the engine, in one table.
+"""The limits and defaults that both sides or several files of the engine share, in one table.
 
 Sizes are bytes, times are seconds. Sizes that arrive from the network are checked against these before any allocation.
 """
@@ -45,7 +45,7 @@ HEARTBEAT_INTERVAL = 0.5
 HEARTBEAT_TIMEOUT = 1.25
 CONNECT_TIMEOUT = 2.0
 HELLO_TIMEOUT = 5.0
-# A live worker that takes or gives nothing for this long is stuck.
+# A worker that is alive and takes no more data for this long is stuck.
 STALL_TIMEOUT = 600.0
 # Connections that have not said HELLO yet; the oldest are forgotten first.
 MAX_STRANGERS = 64

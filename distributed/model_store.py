@@ -5,6 +5,7 @@ Builds replicas from recipes; the serving loop is worker's.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -37,6 +38,7 @@ class ComfyRuntime:
         self._model_management = model_management
         self._models: OrderedDict[str, Any] = OrderedDict()
         self._loaded: Any = None
+        self._loaded_for = 0.0
 
     def describe(self) -> dict[str, str]:
         device = self._model_management.get_torch_device()
@@ -56,14 +58,19 @@ class ComfyRuntime:
         return None
 
     def build(self, tree: dict[str, Any], path: Path, key: str) -> ComfyReplica:
-        base = self._base(tree, path)
-        patcher = base.clone()
+        # As ComfyUI's own prompts run: otherwise patching weights would be recorded for gradients.
+        with torch.inference_mode():
+            return self._build(tree, path, key)
+
+    def _build(self, tree: dict[str, Any], path: Path, key: str) -> ComfyReplica:
+        patcher = self._base(tree, path).clone()
         patched = add_weight_patches(patcher, tree["patches"])
         if patcher.get_model_object("manual_cast_dtype") != tree["compute_dtype"]:
             patcher.set_model_compute_dtype(tree["compute_dtype"])
+        patcher.force_cast_weights = tree["force_cast"]
         # The same recipe gets the same identity, so that a run with unchanged patches finds its weights loaded.
         patcher.patches_uuid = key
-        self._loaded = None
+        self._set_aside()
         return ComfyReplica(self, patcher, patched)
 
     def _base(self, tree: dict[str, Any], path: Path) -> Any:
@@ -110,19 +117,28 @@ class ComfyRuntime:
                 raise MemoryError(
                     f"{path.name} needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available on the worker"
                 )
-            _, model = self._models.popitem(last=False)
-            self._loaded = None
+            self._models.popitem(last=False)
+            self._set_aside()
             self._model_management.unload_all_models()
-            del model
+            # Patchers and models refer to each other.
+            gc.collect()
             self._model_management.soft_empty_cache()
+
+    def _set_aside(self) -> None:
+        if self._loaded is not None:
+            self._loaded.cleanup()
+        self._loaded = None
 
     def use(self, patcher: Any, input_shape: list[int]) -> None:
         """Have `patcher` on its device, ready for a forward on inputs of this shape."""
-        if self._loaded is patcher:
+        required = patcher.memory_required(input_shape)
+        if self._loaded is patcher and required <= self._loaded_for:
             return
-        self._model_management.load_models_gpu([patcher], memory_required=patcher.memory_required(input_shape))
+        if self._loaded is not patcher:
+            self._set_aside()
+        self._model_management.load_models_gpu([patcher], memory_required=required)
         patcher.pre_run()
-        self._loaded = patcher
+        self._loaded, self._loaded_for = patcher, required
 
     def interrupt(self, on: bool) -> None:
         self._model_management.interrupt_current_processing(on)
@@ -140,7 +156,8 @@ class ComfyReplica:
     def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Output of `diffusion_model(*args, **kwargs)` on this worker's device."""
         first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-        self._runtime.use(self._patcher, list(first.shape))
+        with torch.inference_mode():
+            self._runtime.use(self._patcher, list(first.shape))
         options = dict(kwargs.get("transformer_options") or {})
         if any(name in options for name in _CODE_OPTIONS):
             raise ProtocolError("transformer_options from the network hold code")
@@ -200,13 +217,19 @@ def _start_dynamic_memory(args: Any) -> bool:
         from comfy.cli_args import enables_dynamic_vram
     except ImportError:
         return False
-    if args.cpu or not enables_dynamic_vram():
+    if not enables_dynamic_vram():
         return False
-    try:
-        comfy_aimdo.control.init(simple_vram_headroom=None, nvml_pressure=not args.disable_nvml_pressure)
-    except TypeError:
-        comfy_aimdo.control.init()
-    return True
+    reserve = getattr(args, "reserve_vram", None)
+    headroom = {"simple_vram_headroom": None if reserve is None else int(reserve * 1024**3)}
+    pressure = {"nvml_pressure": not getattr(args, "disable_nvml_pressure", False)}
+    # Newer releases of comfy-aimdo take more.
+    for settings in ({**headroom, **pressure}, headroom, {}):
+        try:
+            comfy_aimdo.control.init(**settings)
+            return True
+        except TypeError:
+            continue
+    return False
 
 
 def _use_dynamic_memory(args: Any) -> None:
@@ -215,13 +238,26 @@ def _use_dynamic_memory(args: Any) -> None:
     import comfy.model_patcher
     import comfy_aimdo.control
 
+    if not getattr(args, "enable_dynamic_vram", False) and not _dynamic_memory_supported(comfy.model_management):
+        return
     devices = comfy.model_management.get_all_torch_devices()
+    headroom = int(getattr(args, "vram_headroom", 0.0) * 1024**3)
     try:
-        started = comfy_aimdo.control.init_devices((d.index, int(args.vram_headroom * 1024**3)) for d in devices)
+        started = comfy_aimdo.control.init_devices((device.index, headroom) for device in devices)
     except TypeError:
-        started = comfy_aimdo.control.init_devices(d.index for d in devices)
+        started = comfy_aimdo.control.init_devices(device.index for device in devices)
     if started:
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     else:
         logging.warning("comfy-aimdo does not work here; models are loaded whole")
+
+
+def _dynamic_memory_supported(model_management: Any) -> bool:
+    """The conditions of ComfyUI's main.py."""
+    if model_management.torch_version_numeric < (2, 8):
+        return False
+    if model_management.is_nvidia():
+        return True
+    rocm: Any = getattr(model_management, "rocm_version", (0, 0))
+    return bool(model_management.is_amd()) and rocm >= (7, 14)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .codec import NotPlainData, pack_plain
 
-# Bookkeeping of the driver's ComfyUI, which no forward reads, or which each machine sets for itself.
+# Bookkeeping of the driver's ComfyUI, on which no result depends, or which each machine sets for itself.
 _DRIVER_ONLY = frozenset(
     {"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override", "uuids", "context_window"}
     | {"easycache", "prefetch_dynamic_vbars", "multigpu_thread_device"}

@@ -133,12 +133,17 @@ class Peer:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
         return int(answer.body["bytes"])
 
+    def loaded(self) -> bool:
+        """Whether `wait_ready` would return (or raise) without waiting."""
+        return self.ready or self.arrived(self._prepared)
+
     def wait_ready(self, recipe: Recipe) -> None:
         """Wait until the worker has built exactly `recipe`. Raises PeerFailed."""
         if self.ready:
             return
         answer = self._wait_or_fail(self._prepared)
-        if answer.kind is not Kind.READY or answer.body.get("digest") != recipe.digest:
+        built = (answer.body.get("digest"), answer.body.get("patched"))
+        if answer.kind is not Kind.READY or built != (recipe.digest, recipe.patched):
             reason = answer.body.get("reason", "it built another model than it was asked for")
             raise PeerFailed(f"{self.name}: {reason}")
         self.ready = True
@@ -180,10 +185,11 @@ class Peer:
         answer = self._wait_or_fail(ticket)
         if answer.kind is not Kind.RESULT:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        try:
-            return Share(answer.body["output"], float(answer.body["seconds"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise PeerFailed(f"{self.name} gave an answer that makes no sense ({error})") from None
+        output, seconds = answer.body.get("output"), answer.body.get("seconds")
+        parts = output if isinstance(output, list) else [output]
+        if not parts or not all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+            raise PeerFailed(f"{self.name} gave an answer that makes no sense")
+        return Share(output, float(seconds) if isinstance(seconds, (int, float)) else 0.0)
 
     def close(self, *, cancel: bool) -> None:
         """End the run on the worker; with `cancel` it also stops what it computes."""

@@ -29,6 +29,11 @@ class Recipe:
     path: Path
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def patched(self) -> int:
+        """How many weights the recipe patches."""
+        return len(self.tree.get("patches", []))
+
     @cached_property
     def digest(self) -> str:
         return tree_digest(self.tree, self.file)

@@ -5,7 +5,6 @@ The one place that knows how ComfyUI keeps loaders, files, dtypes and weight pat
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +26,8 @@ _LOADER_OPTIONS = ("dtype", "weight_dtype", "fp8_optimizations")
 _OWN_OPTIONS = ("load_device", "offload_device")
 # Callbacks that leave the forward as it is.
 _HARMLESS_CALLBACKS = ("on_clone", "on_cleanup", "on_detach_after", "on_deepclone_multigpu", "on_match_multigpu_clones")
+# Diffusion models that mix the rows of a batch: their halves, slots or frames.
+_COUPLED_ROWS = ("NaDiT", "Trellis2")
 _PATCH_KINDS = ("diff", "set", "model_as_lora")
 
 
@@ -46,6 +47,7 @@ def describe(patcher: Any) -> Recipe:
         "options": options,
         "dtype": patcher.model.get_dtype(),
         "compute_dtype": patcher.get_model_object("manual_cast_dtype"),
+        "force_cast": bool(getattr(patcher, "force_cast_weights", False)),
         "patches": patches,
     }
     return Recipe(tree, _file_ref(path, _LOADERS[loader]), path, tensors)
@@ -73,10 +75,23 @@ def _foreign_code(patcher: Any) -> Iterable[str]:
         if key == "torch.compile":
             yield "the model is compiled (TorchCompileModel)"
     diffusion_model = patcher.model.diffusion_model
+    family = type(diffusion_model).__name__
+    if family in _COUPLED_ROWS or patcher.model.model_config.unet_config.get("use_temporal_attention"):
+        yield f"the rows of {family} depend on one another, so they cannot be computed apart"
+    for name, module in diffusion_model.named_modules():
+        if (name and forward_replaced(module)) or module._forward_hooks or module._forward_pre_hooks:
+            yield f"another pack changed {name or family} inside the model"
+            break
     if hasattr(diffusion_model, "_orig_mod") or getattr(diffusion_model, "_compiled_call_impl", None) is not None:
         yield "the model is compiled"
     if getattr(patcher, "additional_models", {}).get("multigpu"):
         yield "the model is already split over this machine's GPUs (MultiGPU CFG Split)"
+
+
+def forward_replaced(module: Any) -> bool:
+    """Whether somebody put another method on this module than its class has (ComfyUI may put the same one back)."""
+    methods = [(value, getattr(type(module), name, None)) for name, value in vars(module).items() if callable(value)]
+    return any(own is not None and getattr(value, "__func__", None) is not own for value, own in methods)
 
 
 def _loaded_with(patcher: Any) -> tuple[str, Path, dict[str, Any]]:
@@ -110,9 +125,8 @@ def _file_ref(path: Path, folders: tuple[str, ...]) -> FileRef:
     folder, name = None, path.name
     for candidate in folders:
         for root in folder_paths.get_folder_paths(candidate):
-            relative = os.path.relpath(path, root)
-            if not relative.startswith(os.pardir) and not os.path.isabs(relative):
-                folder, name = candidate, Path(relative).as_posix()
+            if path.is_relative_to(root):
+                folder, name = candidate, path.relative_to(root).as_posix()
     return FileRef(folder, name, path.stat().st_size, file_digest(path))
 
 
@@ -137,7 +151,9 @@ def _patches(patcher: Any, reasons: list[str]) -> tuple[list[Any], dict[str, tor
                     raise NotPlainData(key, function)
                 packed.append([strength, strength_model, offset, kind, _name_tensors(content, tensors)])
             except NotPlainData as error:
-                reasons.append(f"a weight patch holds code that cannot be sent: {owner(error.value)}")
+                merged = isinstance(error.value, list)
+                what = "the model was merged from others" if merged else f"a patch holds {owner(error.value)}"
+                reasons.append(f"{what}, which cannot be sent")
         described.append([key, packed])
     return described, tensors
 
@@ -150,6 +166,8 @@ def _patch_content(value: Any) -> tuple[str, Any]:
             raise NotPlainData(type(value).__name__, value)
         weights = value.weights if isinstance(value.weights, (list, tuple)) else [value.weights]
         return type(value).__name__, list(weights)
+    if isinstance(value, list):
+        raise NotPlainData("the result of a model merge", value)
     if isinstance(value, tuple) and len(value) == 1:
         return "diff", value
     if isinstance(value, tuple) and len(value) == 2 and value[0] in _PATCH_KINDS:

@@ -59,7 +59,7 @@ class Report:
             f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares})."
         )
         notes = "; ".join(self.events + self.reasons)
-        return f"{line} {notes[0].upper()}{notes[1:]}." if notes else line
+        return f"{line} Note: {notes}." if notes else line
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for events, history and tests."""

@@ -91,6 +91,10 @@ class Session:
             for reason in error.reasons:
                 self.report.add_reason(reason)
             return
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            # A ComfyUI or a loader that keeps its models in a way not known here must not end the render.
+            self.report.add_reason(f"the model cannot be described ({type(error).__name__}: {error})")
+            return
         for address in self._cluster.workers:
             peer = Peer(address, self._check)
             self._peers.append(peer)
@@ -119,7 +123,7 @@ class Session:
         peer.close(cancel=cancel)
 
     def _ready_peers(self) -> list[Peer]:
-        """Peers that hold a replica, waiting for those that still load."""
+        """Peers that hold a replica. Those that still load are waited for, unless `auto` can go on without them."""
         began = time.perf_counter()
         self.start()
         recipe = self._recipe
@@ -127,9 +131,13 @@ class Session:
             return []
         for peer in list(self._peers):
             with self._released_on_failure(peer):
-                peer.wait_ready(recipe)
+                if self.report.mode != "auto" or peer.loaded():
+                    peer.wait_ready(recipe)
         self._load_seconds += time.perf_counter() - began
-        return list(self._peers)
+        ready = [peer for peer in self._peers if peer.ready]
+        if len(ready) < len(self._peers):
+            self.report.add_event("the first steps ran while a worker was still loading")
+        return ready
 
     def _unproven(self, peers: Sequence[Peer]) -> list[Peer]:
         model = self._recipe.digest if self._recipe else ""
@@ -313,6 +321,7 @@ class Session:
             if plan.wants_measure_alone(costs):
                 began = time.perf_counter()
                 results = self._conditionings.all_here(stock)
+                synchronize(results)
                 costs.record_alone(time.perf_counter() - began, first_of_run=False)
                 return results
         return self._side_by_side(calls, peers, costs)

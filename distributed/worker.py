@@ -23,6 +23,7 @@ import zmq
 
 from . import limits
 from .channel import ChannelLost, WorkerChannel
+from .cluster import Address
 from .codec import NotPlainData, ProtocolError, replace_kept
 from .files import FileCache, FileRef, IncomingFile
 from .messages import Kind, Message
@@ -81,13 +82,6 @@ class _Preparation:
     incoming_number: int = 0
 
 
-class _HeldTensors(dict[int | str, torch.Tensor]):
-    """Tensors that a run's forwards name. What is looked up is a copy: a forward may write into its arguments."""
-
-    def __getitem__(self, name: int | str) -> torch.Tensor:
-        return super().__getitem__(name).clone()
-
-
 @dataclass
 class _Driver:
     """The driver that is being served."""
@@ -98,11 +92,11 @@ class _Driver:
     given_up: bool = False
     # Owned by the compute thread.
     replica: Replica | None = None
-    kept: _HeldTensors = field(default_factory=_HeldTensors)
+    kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
 
 
 class Worker:
-    """Serves one driver at a time until `stop`. `address` is where it listens once `run` has begun."""
+    """Serves one driver at a time until `stop`. `address` is where it listens."""
 
     def __init__(self, runtime: Runtime, cache: FileCache, host: str, port: int, name: str) -> None:
         """Bind to the address. Raises zmq.ZMQError if it cannot be bound."""
@@ -113,7 +107,7 @@ class Worker:
         self._patches = PatchCache(limits.PATCH_TENSOR_CACHE_BYTES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.DATA_LANES)
         self._channel = WorkerChannel(self._context, host, port)
-        self.address = f"{host}:{self._channel.port}"
+        self.address = str(Address(host, self._channel.port))
         self._driver: _Driver | None = None
         self._greetings: dict[bytes, tuple[Message, float]] = {}
         self._jobs = _Jobs(self._context, runtime)
@@ -304,8 +298,9 @@ class Worker:
             driver.kept.update({name: kept.to(driver.replica.device) for name, kept in message.body["keep"].items()})
             if sum(tensor.nbytes for tensor in driver.kept.values()) > 2 * limits.RUN_TENSOR_CACHE_BYTES:
                 raise ProtocolError("the driver keeps more tensors here than is allowed")
-            args = replace_kept(message.body["args"], driver.kept)
-            kwargs = replace_kept(message.body["kwargs"], driver.kept)
+            # Copies: a forward may write into its arguments.
+            args = replace_kept(message.body["args"], driver.kept, copy=True)
+            kwargs = replace_kept(message.body["kwargs"], driver.kept, copy=True)
             began = time.perf_counter()
             output = driver.replica.forward(args, kwargs)
             output = output.to("cpu") if isinstance(output, torch.Tensor) else [part.to("cpu") for part in output]

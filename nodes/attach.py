@@ -17,8 +17,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
 from ..distributed.cluster import ConfigurationError, load_configuration
-from ..distributed.options import owner
-from ..distributed.replica import describe
+from ..distributed.replica import describe, forward_replaced
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
@@ -49,15 +48,24 @@ class _SplitSampling:
         self._mode = mode
         self._on_report = on_report
 
-    def __call__(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        executor: Any,
+        noise: torch.Tensor,
+        latent_image: Any,
+        sampler: Any,
+        sigmas: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         guider = executor.class_obj
-        report = Report(self._mode, steps=max(0, len(args[2]) - 1))
+        report = Report(self._mode, steps=max(0, len(sigmas) - 1))
         try:
             cluster = load_configuration().cluster()
         except ConfigurationError as error:
             report.add_reason(str(error))
             self._on_report(report)
-            return executor(noise, *args, **kwargs)
+            return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         session = Session(
             cluster,
             own_versions(Path(comfy.__path__[0]).parent, _comfyui_version()),
@@ -70,7 +78,7 @@ class _SplitSampling:
             with session, _SplitModel(guider, session, len(cluster.workers) + 1).attached():
                 if _expected_rows(guider, noise) > 1:
                     session.start()
-                return executor(noise, *args, **kwargs)
+                return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         finally:
             self._on_report(report)
 
@@ -108,10 +116,8 @@ class _SplitModel:
         if self._model.diffusion_model is not self._diffusion_model:
             self._session.report.add_reason("another node swapped the model during sampling (compiled?)")
             return executor(*args, **kwargs)
-        replaced = vars(self._diffusion_model).get("forward") if self._entered == 0 else None
-        # ComfyUI leaves the class's own forward on the instance when it takes a patch back.
-        if replaced is not None and getattr(replaced, "__func__", None) is not type(self._diffusion_model).forward:
-            self._session.report.add_reason(f"another node replaced the model's forward: {owner(replaced)}")
+        if self._entered == 0 and forward_replaced(self._diffusion_model):
+            self._session.report.add_reason("another node replaced the model's forward, or a part of it")
             return executor(*args, **kwargs)
         with self._own_forward():
             return executor(*args, **kwargs)

@@ -60,7 +60,7 @@ def test_auto_stops_a_split_that_does_not_pay_and_says_so(
         return model(*args, **kwargs)
 
     workers[0].behave(slow=0.1)
-    _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=8)
+    _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=12)
     assert report.forwards_split <= 3
     assert "splitting is not faster here" in report.line()
     _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=4)
@@ -74,7 +74,7 @@ def test_auto_goes_on_with_a_split_that_pays(addresses: list[str], recipe: Recip
         time.sleep(0.06 * len(x))
         return model(x, *args, **kwargs)
 
-    _, report = render(addresses[:1], recipe, slow, mode="auto", steps=8, batch=2)
+    _, report = render(addresses[:1], recipe, slow, mode="auto", steps=12, batch=2)
     assert report.forwards_split >= 6
     assert report.speedup is not None
     assert report.speedup > 1.2
@@ -87,7 +87,7 @@ def test_auto_gives_no_rows_to_a_worker_that_is_far_too_slow(
     # The verdict on the whole split would come first.
     monkeypatch.setattr(limits, "WORTHWHILE_RATIO", float("inf"))
     workers[0].behave(slow=0.5)
-    _, report = render([workers[0].address], recipe, model, mode="auto", steps=8)
+    _, report = render([workers[0].address], recipe, model, mode="auto", steps=40)
     assert 2 <= report.forwards_split <= 4
     assert "too slow" in report.line()
 

@@ -176,7 +176,7 @@ class TestWhatIsKept:
         sent = []
         for strength, tensors in ((1.0, [up]), (0.5, [up]), (0.5, [up, down]), (0.25, [down, up]), (0.25, [])):
             named = {tensor_digest(tensor): tensor for tensor in tensors}
-            tree = {**recipe.tree, "patches": [[strength, Kept(name)] for name in named]}
+            tree = {**recipe.tree, "content": [[strength, Kept(name)] for name in named]}
             patched = Recipe(tree, recipe.file, recipe.path, named)
             _, report = render([worker.address], patched, model)
             assert report.forwards_split >= 2

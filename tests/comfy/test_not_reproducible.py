@@ -117,6 +117,25 @@ def test_a_forward_replaced_outside_of_comfyui_runs_here(driver: Any, tiny: Call
     assert "replaced the model's forward" in driver.report.line()
 
 
+def test_a_block_replaced_or_hooked_outside_of_comfyui_runs_here(driver: Any, tiny: Callable[..., Any]) -> None:
+    import torch
+
+    it = tiny("flux_schnell")
+    block = it.model.model.diffusion_model.double_blocks[0]
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    expected = it.sample(cfg=4.0)
+    assert torch.equal(it.sample(driver.split(it.model), cfg=4.0), expected)
+    assert "another pack changed double_blocks.0" in driver.report.line()
+    del block.forward
+    hook = block.register_forward_hook(lambda module, args, output: output)
+    it.sample(driver.split(it.model), cfg=4.0)
+    assert driver.report.forwards_split == 0
+    hook.remove()
+    it.sample(driver.split(it.model), cfg=4.0)
+    driver.assert_split()
+
+
 def test_a_compiled_model_runs_here(driver: Any, tiny: Callable[..., Any]) -> None:
     import torch
 
