@@ -32,7 +32,7 @@ def numbers() -> str:
     )
     return "\n".join(
         [
-            "| one step with CFG | one GPU | two GPUs | |",
+            "| one forward of two rows (CFG, or batch 2) | one GPU | two GPUs | |",
             "|---|---|---|---|",
             *rows,
             "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,26 @@ def run(args: argparse.Namespace) -> int:
     listen = _loopback(args.listen)
     comfyui = _comfyui(args.comfyui).path if args.runtime == "comfyui" else None
 
+    _check_free(listen, args.port)
     set_before_torch(args.passed_on)
     from ..distributed.serve import serve
 
     cache = args.cache.expanduser() if args.cache else None
     return serve(_runtime(comfyui, args.passed_on), listen, args.port, cache=cache, name=args.name)
+
+
+def _check_free(listen: str, port: int) -> None:
+    """Say that the port is taken now, rather than after ComfyUI has been imported."""
+    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
+        if os.name != "nt":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen, port))
+        except OSError as error:
+            raise CommandError(
+                f"Port {port} of {listen} cannot be used ({error.strerror}). If a worker already runs there, stop it; "
+                "or choose another port with --port."
+            ) from None
 
 
 def set_before_torch(comfyui_args: list[str]) -> None:

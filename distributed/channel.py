@@ -256,7 +256,10 @@ class DriverChannel:
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)["event"]
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                    self.lost = self.lost or f"what answers at {self.address} is not a Monarch worker"
+                    self.lost = self.lost or (
+                        f"what answers at {self.address} is not a Monarch worker; "
+                        "if it is the end of a tunnel, start the worker at the other end"
+                    )
                 self.lost = self.lost or f"the connection to the worker at {self.address} was lost"
 
     def close(self) -> None:

@@ -68,7 +68,9 @@ class Costs:
         """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
         pace = self.pace(driver)
         linear = rows / pace if pace else None
-        known = [seconds for seconds in (self.alone, linear) if seconds is not None]
+        # A first forward that also paid for warming up would flatter the split.
+        alone = None if self.alone_is_cold else self.alone
+        known = [seconds for seconds in (alone, linear) if seconds is not None]
         return min(known) if known else None
 
 

@@ -5,6 +5,7 @@ The one place that knows how ComfyUI keeps loaders, files, dtypes and weight pat
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -116,7 +117,32 @@ def _loaded_with(patcher: Any) -> tuple[str, Path, dict[str, Any]]:
         )
     if not path.is_file():
         raise NotReproducible([f"{path} is gone"])
+    if _file_seen_with(patcher.model, path) != _stamp(path):
+        raise NotReproducible([f"{path.name} changed after it was loaded; load the model again to split it"])
     return loader, path, options
+
+
+# What the file was like when its model was first seen: the weights in memory came from that one. Keyed by object.
+_stamps: dict[int, tuple[weakref.ref[Any], tuple[int, ...]]] = {}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _file_seen_with(model: Any, path: Path) -> tuple[int, ...]:
+    key = id(model)
+    known = _stamps.get(key)
+    if known is None or known[0]() is not model:
+        _stamps[key] = (weakref.ref(model, lambda _: _stamps.pop(key, None)), _stamp(path))
+    return _stamps[key][1]
+
+
+def note_file(patcher: Any) -> None:
+    """Remember what the file of a MODEL is like now; called when a node gets the MODEL, soon after it was loaded."""
+    with contextlib.suppress(NotReproducible, OSError, LookupError, TypeError, ValueError):
+        _loaded_with(patcher)
 
 
 def _file_ref(path: Path, folders: tuple[str, ...]) -> FileRef:

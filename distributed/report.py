@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def _add(sentences: list[str], sentence: str) -> None:
+    """Once each, without the full stop that the line ends with."""
+    sentence = sentence.rstrip(".")
+    if sentence not in sentences:
+        sentences.append(sentence)
+
+
 @dataclass
 class Report:
     """Counts and costs of one run. Times in seconds, traffic in bytes; a forward is one call of the diffusion model."""
@@ -29,13 +36,11 @@ class Report:
 
     def add_reason(self, reason: str) -> None:
         """Why forwards ran on the driver alone."""
-        if reason not in self.reasons:
-            self.reasons.append(reason)
+        _add(self.reasons, reason)
 
     def add_event(self, event: str) -> None:
         """Something that happened to a worker during the run."""
-        if event not in self.events:
-            self.events.append(event)
+        _add(self.events, event)
 
     @property
     def speedup(self) -> float | None:

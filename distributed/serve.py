@@ -5,27 +5,41 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 import zmq
 
 from .files import FileCache
-from .worker import Runtime, Worker, run_until_stopped
+from .worker import Runtime, Worker, run_until_stopped, say
 
 
 def serve(runtime: Runtime, listen: str, port: int, *, cache: Path | None = None, name: str | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the address cannot be bound."""
     folder = cache or default_cache_folder()
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        say(
+            f"Files that a driver sends cannot be kept in {folder}: {error.strerror}. Choose another with --cache.",
+            error=True,
+        )
+        return 1
+    try:
         worker = Worker(runtime, FileCache(folder), listen, port, name or platform.node() or "worker")
     except zmq.ZMQError as error:
-        print(f"Cannot listen on {listen}:{port}: {error.strerror}. Choose another port with --port.", file=sys.stderr)
+        say(
+            f"Cannot listen on {listen}:{port}: {os.strerror(error.errno or 0)}. Choose another port with --port.",
+            error=True,
+        )
         return 1
     device = runtime.describe()
-    print(f"{worker.name}: {device['device']}, {device['memory']}", flush=True)
-    print(f"Files that a driver sends are kept in {folder}", flush=True)
-    print(f'In the driver\'s monarch.toml: workers = ["{worker.address}"]', flush=True)
-    print(f"Listening on {worker.address}", flush=True)
+    say(f"{worker.name}: {device['device']}, {device['memory']}")
+    say(f"Files that a driver sends are kept in {folder}")
+    say(f'In the driver\'s monarch.toml: workers = ["{worker.address}"]')
+    say(f"Listening on {worker.address}")
     run_until_stopped(worker)
     return 0
 

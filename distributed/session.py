@@ -226,7 +226,8 @@ class Session:
                     raise PeerFailed(
                         f"{peer.name} computes something else than this machine "
                         f"(relative difference {difference:.1e}); "
-                        "check that both have the same software and kind of GPU"
+                        "check that both have the same software and kind of GPU, "
+                        "and that the model file has not changed since it was loaded here"
                     )
                 if self._recipe is not None:
                     _agreed.add((self._recipe.digest, peer.worker_id))

@@ -17,13 +17,17 @@ from .. import __version__
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of one side; `comfyui_code` is a digest of ComfyUI's comfy folder, empty where there is none."""
+    """Versions of one side.
+
+    `pack_code` and `comfyui_code` are digests of the engine and of ComfyUI's comfy folder (empty where there is none).
+    """
 
     pack: str
     comfyui: str
     comfyui_code: str
     torch: str
     kitchen: str
+    pack_code: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {"versions": asdict(self)}
@@ -40,6 +44,7 @@ def own_versions(comfyui: Path | None, comfyui_version: str = "") -> Versions:
     """Versions of this process; `comfyui` is the folder that holds comfy/."""
     return Versions(
         pack=__version__,
+        pack_code=_code_digest(Path(__file__).parent),
         comfyui=comfyui_version,
         comfyui_code=_code_digest(comfyui / "comfy") if comfyui else "",
         torch=_installed("torch"),
@@ -55,6 +60,8 @@ def mismatch(driver: Versions, worker: Versions, name: str) -> tuple[str | None,
             "install the same version on both",
             [],
         )
+    if driver.pack_code != worker.pack_code:
+        return (f"{name} has other code of Monarch {driver.pack}; install the same release or commit on both", [])
     if driver.comfyui_code != worker.comfyui_code:
         return (
             f"{name} runs other ComfyUI code ({worker.comfyui or 'unknown'}) than this machine "

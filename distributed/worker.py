@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -93,6 +94,8 @@ class _Driver:
     # Owned by the compute thread.
     replica: Replica | None = None
     kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    shares: int = 0
+    seconds: float = 0.0
 
 
 class Worker:
@@ -155,6 +158,7 @@ class Worker:
             driver.preparation.incoming.discard()
         self._jobs.cancel(driver.session)
         self._channel.drop(driver.session)
+        say(f"The driver is gone; {driver.shares} shares were computed for it in {driver.seconds:.1f} s.")
 
     def _answer(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
         try:
@@ -191,7 +195,7 @@ class Worker:
 
     def _give_up(self, driver: _Driver, message: Message, reason: str) -> None:
         """Tell the driver, whatever it waits for, and do nothing more for it; what it had sent by then is ignored."""
-        _say(f"Gave up on a driver: {reason}")
+        say(f"Gave up on a driver: {reason}")
         preparation = driver.preparation
         numbers = {preparation.number, preparation.incoming_number} if preparation else set()
         for number in sorted({message.number} | numbers - {0}):
@@ -220,6 +224,7 @@ class Worker:
                 continue
             self._channel.admit(session)
             self._driver = _Driver(session)
+            say("A driver is here.")
             body = {"name": self.name, "worker_id": self.worker_id, "device": self._runtime.describe()}
             self._answer(session, Kind.WELCOME, {"for": message.number, **body, **self._runtime.versions.as_dict()})
 
@@ -258,6 +263,7 @@ class Worker:
         ref = FileRef.from_message(message.body["file"])
         if ref != preparation.file or preparation.path is not None or preparation.incoming is not None:
             raise ProtocolError("a file comes that was not asked for")
+        say(f"Receiving {ref.name}, {ref.bytes / 1e9:.2f} GB.")
         preparation.incoming_number = message.number
         preparation.incoming = self._cache.receive(ref)
 
@@ -278,12 +284,15 @@ class Worker:
         if preparation is None or preparation.missing or preparation.path is None:
             return
         driver.preparation = None
+        began = time.perf_counter()
         path, tree, file = preparation.path, self._patches.fill(preparation.tree), preparation.file
         digest = tree_digest(preparation.tree, file)
 
         def build() -> dict[str, Any]:
             driver.replica = self._runtime.build(tree, path, digest)
-            return {"digest": digest, "patched": driver.replica.patched}
+            seconds, patched = time.perf_counter() - began, driver.replica.patched
+            say(f"{file.name} is ready after {seconds:.1f} s, {patched} weights patched.")
+            return {"digest": digest, "patched": patched}
 
         self._jobs.add(_Job(driver.session, preparation.number, Kind.READY, build))
 
@@ -304,7 +313,10 @@ class Worker:
             began = time.perf_counter()
             output = driver.replica.forward(args, kwargs)
             output = output.to("cpu") if isinstance(output, torch.Tensor) else [part.to("cpu") for part in output]
-            return {"output": output, "seconds": time.perf_counter() - began}
+            seconds = time.perf_counter() - began
+            driver.shares += 1
+            driver.seconds += seconds
+            return {"output": output, "seconds": seconds}
 
         self._jobs.add(_Job(driver.session, message.number, Kind.RESULT, compute))
 
@@ -330,10 +342,12 @@ def _expected(value: _T | None) -> _T:
     return value
 
 
-def _say(text: str) -> None:
+def say(text: str, *, error: bool = False) -> None:
     """Print for whoever looks at the worker; nobody may be left to read it."""
+    stream = sys.stderr if error else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
-        print(text, flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 
 @dataclass(frozen=True)
@@ -420,7 +434,7 @@ class _Jobs:
             with self._lock:
                 cancelled = job.session in self._cancelled
             if not cancelled:
-                _say(traceback.format_exc())
+                say(traceback.format_exc())
             return Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"[:2000]}
 
 

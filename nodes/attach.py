@@ -17,7 +17,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
 from ..distributed.cluster import ConfigurationError, load_configuration
-from ..distributed.replica import describe, forward_replaced
+from ..distributed.replica import describe, forward_replaced, note_file
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
@@ -37,6 +37,7 @@ def attach(model: Any, mode: str, on_report: Callable[[Report], None]) -> Any:
     if mode != "off":
         if is_gguf_model(model):
             raise UnsupportedFile(gguf_refusal(patcher=model))
+        note_file(model)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _KEY, _SplitSampling(mode, on_report))
     return clone
 

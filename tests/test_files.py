@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from monarch_split.distributed import limits
 from monarch_split.distributed.codec import ProtocolError
@@ -290,3 +291,14 @@ def test_a_disk_that_runs_full_leaves_nothing_behind(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split("\n")[:4] == ["full", "full", "full", "[]"], done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
+
+
+def test_files_that_differ_in_one_tensor_far_from_the_sampled_blocks_are_not_the_same(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {f"block{i:03}": torch.zeros(1 << 18) for i in range(40)}
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    save_file(tensors, one)
+    for changed in tensors:
+        save_file({**tensors, changed: tensors[changed] + 0.01}, other)
+        assert file_digest(one) != file_digest(other), changed

@@ -81,3 +81,12 @@ def test_the_code_digest_follows_code_and_nothing_else(tmp_path: Path) -> None:
     (renamed / "ldm" / "c.py").rename(renamed / "ldm" / "d.py")
     assert _code_digest(one) == _code_digest(windows) == _code_digest(cached)
     assert len({_code_digest(folder) for folder in (one, changed, renamed)}) == 3
+
+
+def test_other_code_of_the_same_version_is_refused() -> None:
+    ours = own_versions(None)
+    theirs = dataclasses.replace(ours, pack_code="other")
+    refusal, warnings = mismatch(ours, theirs, "second")
+    assert refusal is not None
+    assert f"other code of Monarch {ours.pack}" in refusal
+    assert not warnings

@@ -285,3 +285,14 @@ class TestStartingAndStopping:
 
         assert serve(ReferenceRuntime(), "127.0.0.1", worker.port, cache=tmp_path, name="late") == 1
         assert f"Cannot listen on 127.0.0.1:{worker.port}: Address already in use" in capsys.readouterr().err
+
+    def test_a_cache_folder_that_cannot_be_used_is_said_at_once(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        from monarch_split.demo.reference_runtime import ReferenceRuntime
+        from monarch_split.distributed.serve import serve
+
+        taken = tmp_path / "a file"
+        taken.touch()
+        assert serve(ReferenceRuntime(), "127.0.0.1", 0, cache=taken) == 1
+        assert f"cannot be kept in {taken}" in capsys.readouterr().err

@@ -212,3 +212,22 @@ def test_the_loader_refuses_what_cannot_work(comfy: Any, tmp_path: Path, monkeyp
         MonarchModelLoader.execute("really_gguf.safetensors", "default")
     model = MonarchModelLoader.execute(good.name, "default").result[0]
     assert model.model.diffusion_model is not None
+
+
+def test_a_file_that_changes_after_it_was_loaded_is_not_split(driver: Any, tiny: Callable[..., Any]) -> None:
+    import os
+
+    import torch
+
+    it = tiny("flux_schnell")
+    split = driver.split(it.model)
+    expected = it.sample(cfg=4.0)
+    status = it.path.stat()
+    try:
+        os.utime(it.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        assert torch.equal(it.sample(split, cfg=4.0), expected)
+        assert "changed after it was loaded" in driver.report.line()
+    finally:
+        os.utime(it.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    it.sample(split, cfg=4.0)
+    driver.assert_split()
