@@ -22,7 +22,6 @@ MAGIC = b"MNRC"
 _PREFIX = struct.Struct("<4sBBHI")
 # magic, protocol version, reserved, tensor index, message number, byte offset
 _CHUNK = struct.Struct("<4sBxHIQQ")
-CHUNK_PREFIX_BYTES = _CHUNK.size
 
 
 class ProtocolError(ValueError):

@@ -17,12 +17,12 @@ import torch
 
 from .codec import ProtocolError, pack_plain
 from .files import FileRef, file_digest
+from .options import CODE_OPTIONS
 from .replica import add_weight_patches
 from .versions import own_versions
 
-# Keys of transformer_options that hold code in ComfyUI: nothing from the network may set them.
-_CODE_OPTIONS = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
-_BASE_KEYS = ("loader", "options", "dtype", "compute_dtype")
+# What decides how a file is loaded; the compute dtype and patches are put on clones.
+_BASE_KEYS = ("loader", "options", "dtype")
 _MODEL_HEADROOM = 1.1
 
 
@@ -159,7 +159,7 @@ class ComfyReplica:
         with torch.inference_mode():
             self._runtime.use(self._patcher, list(first.shape))
         options = dict(kwargs.get("transformer_options") or {})
-        if any(name in options for name in _CODE_OPTIONS):
+        if not CODE_OPTIONS.isdisjoint(options):
             raise ProtocolError("transformer_options from the network hold code")
         if hasattr(self._patcher, "is_dynamic"):
             options["prefetch_dynamic_vbars"] = self._patcher.is_dynamic()

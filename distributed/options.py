@@ -10,11 +10,16 @@ from typing import Any
 
 from .codec import NotPlainData, pack_plain
 
+# What ComfyUI keeps code in: it never travels, and nothing from the network may set it.
+CODE_OPTIONS = frozenset({"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override"})
 # Bookkeeping of the driver's ComfyUI, on which no result depends, or which each machine sets for itself.
-_DRIVER_ONLY = frozenset(
-    {"wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override", "uuids", "context_window"}
-    | {"easycache", "prefetch_dynamic_vbars", "multigpu_thread_device"}
-)
+_DRIVER_ONLY = CODE_OPTIONS | {
+    "uuids",
+    "context_window",
+    "easycache",
+    "prefetch_dynamic_vbars",
+    "multigpu_thread_device",
+}
 # Tensors and dicts that forwards read. Others might hold what a forward remembers from one step to the next, which
 # cannot be in two places, so they do not travel.
 _READ_ONLY = frozenset(

@@ -139,13 +139,15 @@ class Session:
             self.report.add_event("the first steps ran while a worker was still loading")
         return ready
 
+    @property
+    def _model(self) -> str:
+        return self._recipe.digest if self._recipe else ""
+
     def _unproven(self, peers: Sequence[Peer]) -> list[Peer]:
-        model = self._recipe.digest if self._recipe else ""
-        return [peer for peer in peers if (model, peer.worker_id) not in _agreed]
+        return [peer for peer in peers if (self._model, peer.worker_id) not in _agreed]
 
     def _costs(self, peers: Sequence[Peer], what: Hashable) -> Costs:
-        model = self._recipe.digest if self._recipe else ""
-        return _history.costs((model, tuple(peer.worker_id for peer in peers), what))
+        return _history.costs((self._model, tuple(peer.worker_id for peer in peers), what))
 
     # --- forwards -------------------------------------------------------------------------------------------------
 
@@ -192,9 +194,9 @@ class Session:
         """The call with only plain data in its transformer_options, or None with the reason on record."""
         try:
             options = plain_options(call.kwargs.get("transformer_options") or {})
-            plain = Call(call.args, {**call.kwargs, "transformer_options": options})
-            pack_plain([list(plain.args), plain.kwargs], "the forward's arguments")
-            return plain
+            others = {name: value for name, value in call.kwargs.items() if name != "transformer_options"}
+            pack_plain([list(call.args), others], "the forward's arguments")
+            return Call(call.args, {**others, "transformer_options": options})
         except NotReproducible as error:
             for reason in error.reasons:
                 self.report.add_reason(reason)
@@ -229,8 +231,7 @@ class Session:
                         "check that both have the same software and kind of GPU, "
                         "and that the model file has not changed since it was loaded here"
                     )
-                if self._recipe is not None:
-                    _agreed.add((self._recipe.digest, peer.worker_id))
+                _agreed.add((self._model, peer.worker_id))
         return output
 
     def _split_rows(self, forward: Forward, call: Call, plain: Call, peers: list[Peer]) -> Any:

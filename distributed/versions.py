@@ -79,6 +79,7 @@ def mismatch(driver: Versions, worker: Versions, name: str) -> tuple[str | None,
     return None, warnings
 
 
+@lru_cache(maxsize=8)
 def _installed(package: str) -> str:
     try:
         return metadata.version(package)

@@ -26,3 +26,25 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from monarch_split.demo.reference_runtime import write_reference_model
 
     return write_reference_model(TINY, tmp_path_factory.mktemp("model") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="session")
+def forge() -> Any:
+    """Starts worker processes."""
+    from monarch_split.tests.worker_process import shared_forge
+
+    return shared_forge()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three workers that this process knows nothing of yet, with equal shares."""
+    from monarch_split.tests.driving import equal_shares, three_workers
+
+    equal_shares(monkeypatch)
+    return three_workers(monkeypatch)
+
+
+@pytest.fixture
+def addresses(workers: Any) -> list[str]:
+    return [worker.address for worker in workers]

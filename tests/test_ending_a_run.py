@@ -15,27 +15,14 @@ from monarch_split.distributed.recipe import Recipe
 from monarch_split.tests.driving import (
     SAME,
     Stopped,
-    equal_shares,
     guided,
     open_session,
     render,
     sample_once,
-    three_workers,
 )
 from monarch_split.tests.worker_process import Worker, until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    equal_shares(monkeypatch)
-    return three_workers(monkeypatch)
-
-
-@pytest.fixture
-def addresses(workers: list[Worker]) -> list[str]:
-    return [worker.address for worker in workers]
 
 
 def test_an_interrupt_in_a_forward_stops_the_worker_at_once(

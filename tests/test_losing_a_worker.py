@@ -15,17 +15,12 @@ from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, open_session, render
-from monarch_split.tests.worker_process import Forge, Worker, ended, shared_forge
+from monarch_split.tests.worker_process import Forge, Worker, ended
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
 
 # Silence is noticed within two seconds; the rest is for a busy machine.
 NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 2.0
-
-
-@pytest.fixture(scope="module")
-def forge() -> Forge:
-    return shared_forge()
 
 
 @pytest.fixture

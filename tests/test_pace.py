@@ -24,11 +24,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
     return three_workers(monkeypatch)
 
 
-@pytest.fixture
-def addresses(workers: list[Worker]) -> list[str]:
-    return [worker.address for worker in workers]
-
-
 def test_a_slow_worker_gets_fewer_rows_and_is_waited_for(
     workers: list[Worker], recipe: Recipe, model: ReferenceDiT
 ) -> None:

@@ -21,14 +21,9 @@ from monarch_split.distributed.messages import Kind, Message
 from monarch_split.distributed.recipe import Recipe, tensor_digest
 from monarch_split.distributed.versions import own_versions
 from monarch_split.tests.driving import SAME, equal_shares, open_session, render, sample_once
-from monarch_split.tests.worker_process import Forge, Worker, ended, shared_forge, until
+from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture(scope="module")
-def forge() -> Forge:
-    return shared_forge()
 
 
 @pytest.fixture
