@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from ..distributed.families import find_family
 from ..distributed.files import FileRef
 from ..distributed.recipe import Recipe
 from ..distributed.versions import own_versions
+from ..distributed.worker import Through, run_model
 
 NULL = "null"
 
@@ -128,14 +130,15 @@ class RandomRuntime:
 
 class _RandomReplica:
     patched = 0
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self.family = find_family(model)
 
-    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    def forward(self, args: list[Any], kwargs: dict[str, Any], through: Through = run_model) -> Any:
         placed = {name: v.to("cuda") if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
         options = kwargs["transformer_options"]
         placed["transformer_options"] = {**options, "sigmas": options["sigmas"].to("cuda")}
         with torch.inference_mode():
-            return self._model(*(value.to("cuda") for value in args), **placed)
+            return through(self._model, [value.to("cuda") for value in args], placed)

@@ -29,7 +29,9 @@ class Subcommand:
 # A module may also have `prepare(args, argv)`: called by `./monarch` alone, to choose the Python that runs it.
 # Without one it runs in `.venv`, so a module imports only the standard library at its top.
 SUBCOMMANDS = {
+    "convert": Subcommand("write a 16 bit model in FP8, NVFP4 or INT8"),
     "demo": Subcommand("render on one and on two processes of this machine, and compare"),
+    "inspect": Subcommand("say what model files are, whether they can be split, and what they need"),
     "test": Subcommand("run the tests; other arguments go to pytest", passes_on="unknown"),
     "worker": Subcommand("serve this machine to a driver; arguments after -- go to ComfyUI", passes_on="after --"),
 }

@@ -20,7 +20,7 @@ from ..demo.signals import stopped_by_signals
 from .environment import PACK, ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, say
 from .get_comfyui import get_comfyui
 
-SPLIT_MODES = ("auto", "rows", "off")
+SPLIT_MODES = ("auto", "rows", "tokens", "off")
 PICTURE = "monarch-demo.png"
 
 
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split",
         choices=SPLIT_MODES,
         default="rows",
-        help="rows: split every step; auto: only as long as that is faster; off: one process (%(default)s)",
+        help="rows: split every step by its rows; tokens: by its tokens; auto: as long as that is faster; "
+        "off: one process (%(default)s)",
     )
     parser.add_argument("--steps", metavar="N", type=_steps, default=STEPS, help="sampling steps (%(default)s)")
     parser.add_argument(

@@ -25,8 +25,10 @@ VENV = PACK / ".venv"
 _ENGINE = {"torch==2.13.0": "torch", "numpy": "numpy", "safetensors": "safetensors", "pyzmq>=25": "zmq"}
 TEST_TOOLS = {"pytest>=8": "pytest", "pytest-timeout>=2.3": "pytest_timeout", "hypothesis>=6.100": "hypothesis"}
 REQUIREMENTS: dict[str, dict[str, str]] = {
+    "convert": {},
     "worker": _ENGINE,
     "demo": _ENGINE,
+    "inspect": {},
     "test": {**_ENGINE, **TEST_TOOLS},
 }
 

@@ -21,7 +21,7 @@ WARM_UP_STEPS = 2
 class Comparison:
     """seconds_one, seconds_all: from the start of a render to its last step, with the model loaded already.
 
-    split: how steps were split ("rows", "conditionings"), "off" if that was asked for, "none" if no step was.
+    split: how steps were split ("rows", "tokens", "conditionings"), "off" if that was asked for, "none" if no step was.
     max_abs_diff: between the two latents. note: the engine's own line about the split render.
     """
 

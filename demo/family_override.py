@@ -1,4 +1,4 @@
-"""Test-only: let a metadata key of a file override the sizes that ComfyUI detects, for families of fixed size (SDXL).
+"""Test-only: let a metadata key of a file override the sizes that ComfyUI detects, for families of fixed size.
 
 Wraps comfy.model_detection for the life of a process, which the product never does; driver and worker need it alike.
 `python family_override.py SCRIPT [argument ...]` runs a script under the wrap, and under plain_convolutions."""
@@ -35,7 +35,9 @@ def wrap(detection: ModuleType) -> None:
         override = json.loads(metadata[METADATA_KEY])
         config = detection.detect_unet_config(state_dict, prefix, metadata=metadata)
         config.update(override["unet_config"])
-        return getattr(comfy.supported_models, override["class"])(config)
+        made = getattr(comfy.supported_models, override["class"])(config)
+        made.unet_config.update(override["unet_config"])  # some classes put sizes of their own over what is detected
+        return made
 
     setattr(model_config_from_unet, _MARK, True)
     vars(detection)["model_config_from_unet"] = model_config_from_unet

@@ -86,6 +86,20 @@ def sinusoid(values: Tensor, width: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
+class SelfAttention(nn.Module):
+    """Multi-head attention of tokens [B, tokens, width] to one another."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, transformer_options: dict | None = None) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj(attention(q, k, v, self.heads, transformer_options=transformer_options))
+
+
 class Block(nn.Module):
     """adaLN-modulated self-attention, cross-attention and MLP (Peebles and Xie, "Scalable Diffusion Models")."""
 
@@ -95,8 +109,7 @@ class Block(nn.Module):
         self.heads = config.heads
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = nn.Linear(width, 6 * width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.self_attention = SelfAttention(config)
         self.cross_q = nn.Linear(width, width)
         self.cross_kv = nn.Linear(config.context_width, 2 * width)
         self.cross_proj = nn.Linear(width, width)
@@ -116,8 +129,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """x [B, tokens, width], context [B, L, D], vector [B, width], mask [B, 1, 1, L] -> [B, tokens, width]."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(vector)[:, None].chunk(6, dim=-1)
-        q, k, v = self.qkv(self.norm(x) * (1 + scale) + shift).chunk(3, dim=-1)
-        x = x + gate * self.proj(attention(q, k, v, self.heads, transformer_options=transformer_options))
+        x = x + gate * self.self_attention(self.norm(x) * (1 + scale) + shift, transformer_options)
         k, v = self.cross_kv(context).chunk(2, dim=-1)
         crossed = attention(self.cross_q(self.norm(x)), k, v, self.heads, mask, transformer_options)
         x = x + self.cross_proj(crossed)

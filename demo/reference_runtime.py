@@ -13,11 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..distributed.codec import ProtocolError
+from ..distributed.families import Blocks, Family
 from ..distributed.files import FileRef, file_digest
 from ..distributed.recipe import Recipe
 from ..distributed.versions import own_versions
+from ..distributed.worker import Through, run_model
 from .reference import ReferenceConfig, ReferenceDiT
 
+_TOKENS = ("x",)
+FAMILY = Family(
+    blocks=(Blocks("blocks", {"x": _TOKENS}, returns=(_TOKENS,), attention={"self_attention": (_TOKENS,)}),),
+    result=_TOKENS,
+    control={"output": "x"},
+)
 _CONFIG_KEY = "reference_config"
 LOADER = "reference"
 
@@ -68,12 +76,13 @@ class ReferenceRuntime:
 class _ReferenceReplica:
     patched = 0
     device = torch.device("cpu")
+    family = FAMILY
 
     def __init__(self, model: ReferenceDiT, interrupted: threading.Event) -> None:
         self._model = model
         self._interrupted = interrupted
 
-    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    def forward(self, args: list[Any], kwargs: dict[str, Any], through: Through = run_model) -> torch.Tensor:
         options = {**(kwargs.get("transformer_options") or {}), "should_stop": self._interrupted.is_set}
         with torch.inference_mode():
-            return self._model(*args, **{**kwargs, "transformer_options": options})
+            return through(self._model, args, {**kwargs, "transformer_options": options})

@@ -16,7 +16,7 @@ from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from .comparison import CFG, WARM_UP_STEPS, Comparison, steps_split
 from .reference import DEMO, sample, save_picture
-from .reference_runtime import load_reference_model, write_reference_model
+from .reference_runtime import FAMILY, load_reference_model, write_reference_model
 from .worker_process import WorkerProcess
 
 PIXELS = 512
@@ -55,7 +55,9 @@ def run_reference(
     def render_split(count: int) -> tuple[torch.Tensor, float, Report]:
         report = Report(split, steps=count)
         began = time.perf_counter()
-        with Session(cluster, versions, report, lambda: recipe, check=lambda: None) as session:
+        with Session(
+            cluster, versions, report, lambda: recipe, check=lambda: None, model=model, family=FAMILY
+        ) as session:
             session.start()
             connecting = time.perf_counter() - began
             latent, seconds = render(count, session)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .tiny_models import random_weight, weight_shapes
 
 # Layers whose change shows in the output: attention and MLP of the blocks.
-_PARTS = ("attn", "mlp", "ff", "linear1", "linear2")
+_PARTS = ("attn", "attention", "mlp", "ff", "feed_forward", "linear1", "linear2")
 _NOT = ("mod", "norm", "emb")
 _RANK = 4
 
@@ -108,7 +108,7 @@ def lora_layers(name: str, limit: int = 6) -> list[str]:
         for key, (shape, dtype) in weight_shapes(name).items()
         if key.endswith(".weight")
         and len(shape) == 2
-        and "block" in key
+        and ("block" in key or "layers." in key)
         and any(part in key for part in _PARTS)
         and not any(part in key for part in _NOT)
     ]

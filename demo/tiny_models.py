@@ -10,8 +10,10 @@ import math
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,23 +31,70 @@ _GAIN = 0.7
 UNET_OUTPUT = "out.2.weight"
 
 
-def conditioning(family: str, seed: int, tokens: int = 8) -> list:
-    """ComfyUI CONDITIONING with everything the family needs; a random context [1, tokens, context_width]."""
+def conditioning(
+    family: str,
+    seed: int,
+    tokens: int = 8,
+    *,
+    masked: int = 0,
+    references: Sequence[Sequence[int]] = (),
+    reference_method: str | None = None,
+) -> list:
+    """ComfyUI CONDITIONING with everything the family needs; a random context [1, tokens, context_width].
+
+    masked: so many of the last tokens are padding by an integer attention mask. references: a size in latent cells, as
+    for empty_latent, of each random reference latent (Kontext, Edit); reference_method: how ComfyUI places them.
+    """
     entry = FAMILIES[family]
-    return random_conditioning(
+    made = random_conditioning(
         seed,
         tokens,
         entry.context_width,
         pooled=entry.pooled,
         guidance=entry.guidance,
-        attention_mask=entry.attention_mask,
+        attention_mask=entry.attention_mask or masked > 0,
         frame_rate=entry.frame_rate,
     )
+    extra = made[0][1]
+    generator = torch.Generator().manual_seed(seed)
+    if masked:
+        extra["attention_mask"][:, tokens - masked :] = 0
+    if entry.llama:
+        layers, width = entry.llama
+        extra["conditioning_llama3"] = torch.randn(1, layers, tokens, width, generator=generator)
+    if entry.vision:
+        states = torch.randn(1, *entry.vision, generator=generator)
+        extra["clip_vision_output"] = SimpleNamespace(penultimate_hidden_states=states, last_hidden_state=states)
+    if references:
+        shapes = [_latent_shape(entry, size) for size in references]
+        extra["reference_latents"] = [torch.randn(1, *shape, generator=generator) for shape in shapes]
+    if reference_method is not None:
+        extra["reference_latents_method"] = reference_method
+    return made
 
 
-def empty_latent(family: str, batch: int = 1) -> torch.Tensor:
-    """Zeros [batch, C, (T,) H, W] in the family's default size."""
-    return torch.zeros(batch, *FAMILIES[family].latent)
+def empty_latent(family: str, batch: int = 1, size: Sequence[int] | None = None, audio: int | None = None) -> Any:
+    """Zeros [batch, C, (T,) H, W] of `size`, (H, W) or (T, H, W) in latent cells; None: the family's default.
+
+    For a family with sound a ComfyUI NestedTensor of picture and sound; `audio` is then the length of the sound.
+    """
+    entry = FAMILIES[family]
+    picture = torch.zeros(batch, *_latent_shape(entry, size or ()))
+    if not entry.audio:
+        return picture
+    from comfy.nested_tensor import NestedTensor
+
+    shape = list(entry.audio)
+    if audio is not None:
+        shape[entry.audio_time] = audio
+    return NestedTensor([picture, torch.zeros(batch, *shape)])
+
+
+def _latent_shape(entry: Family, size: Sequence[int]) -> tuple[int, ...]:
+    """Shape without the batch of a latent of `size` (see empty_latent). ValueError for too many numbers."""
+    if len(size) >= len(entry.latent):
+        raise ValueError(f"{entry.name} has latents like {list(entry.latent)}; a size of {list(size)} does not fit")
+    return (*entry.latent[: len(entry.latent) - len(size)], *size)
 
 
 def weight_shapes(family: str, scale: str = "tiny") -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -107,8 +156,8 @@ def write_model(name: str, folder: Path, *, scale: str = "tiny", seed: int = 0, 
     """Write family `name` as a float32 safetensors file into `folder` and return its path.
 
     `scale` is a key of SCALES; `file` the file's name (default: name, or name_scale). A file that already holds the
-    same configuration is left as it is. Needs ComfyUI importable; sdxl loads only under family_override.
-    Raises KeyError for an unknown family or scale.
+    same configuration is left as it is. Needs ComfyUI importable; a family with `override` loads only under
+    family_override. Raises KeyError for an unknown family or scale.
     """
     from safetensors.torch import save_file
 
@@ -139,9 +188,15 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _metadata(family: Family, size: Scale, seed: int) -> dict[str, str]:
     config: dict[str, Any] = family.config(size)
-    own = {"family": family.name, "scale": asdict(size), "seed": seed, "version": WEIGHTS_VERSION, "config": config}
+    own = {
+        "family": family.name,
+        "scale": asdict(size),
+        "seed": seed,
+        "version": WEIGHTS_VERSION,
+        "output_gain": family.output_gain,
+        "config": config,
+    }
     metadata = {_OWN_KEY: json.dumps(own, sort_keys=True)}
     if family.override:
-        sizes = {key: config[key] for key in family.overridden}
-        metadata[METADATA_KEY] = json.dumps({"class": family.override, "unet_config": sizes})
+        metadata[METADATA_KEY] = json.dumps({"class": family.override, "unet_config": config})
     return metadata

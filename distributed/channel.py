@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ class ChannelLost(ConnectionError):
     """The other side is gone or silent; the message says which and how it was noticed."""
 
 
-def _configure(sock: zmq.Socket[bytes]) -> None:
+def configure(sock: zmq.Socket[bytes]) -> None:
+    """Options of every socket between machines: heartbeats, no lingering, no frame larger than the protocol has."""
     sock.set(zmq.LINGER, 0)
     sock.set(zmq.SNDHWM, limits.LANE_QUEUE_MESSAGES)
     # No limit: libzmq stops reading heartbeats too when this queue is full, and would take a busy side for a dead one.
@@ -122,6 +124,10 @@ def _buffers(frames: list[zmq.Frame]) -> list[memoryview]:
     return [frame.buffer for frame in frames]
 
 
+def _is_readable(sock: zmq.Socket[bytes]) -> bool:
+    return bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
 class DriverChannel:
     """The driver's end. Used by one thread at a time; closing it releases every socket and I/O thread."""
 
@@ -141,7 +147,7 @@ class DriverChannel:
         session = b"M" + os.urandom(_SESSION_BYTES - 1)
         try:
             for lane in range(lanes + 1):
-                self._add_lane(_endpoint(reached, port), session + bytes([lane]), is_data=lane > 0)
+                self._add_lane(endpoint(reached, port), session + bytes([lane]), is_data=lane > 0)
         except BaseException:
             self.close()
             raise
@@ -149,7 +155,7 @@ class DriverChannel:
     def _add_lane(self, endpoint: str, identity: bytes, *, is_data: bool) -> None:
         sock = self._context.socket(zmq.DEALER)
         self._sockets.append(sock)
-        _configure(sock)
+        configure(sock)
         sock.set(zmq.IDENTITY, identity)
         # A lane that breaks ends the channel: chunks may have gone with it, so libzmq must not mend it quietly.
         sock.set(zmq.RECONNECT_IVL, -1)
@@ -157,7 +163,6 @@ class DriverChannel:
         monitor = sock.get_monitor_socket(_GONE)
         self._monitors.append(monitor)
         self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
         sock.connect(endpoint)
         if is_data:
             sock.send(_LANE_READY)
@@ -166,20 +171,28 @@ class DriverChannel:
     def received_bytes(self) -> int:
         return self._assembler.received_bytes
 
-    def send(self, kind: Kind, body: dict[str, object], *, while_full: Callable[[], None] | None = None) -> int:
+    def send(
+        self,
+        kind: Kind,
+        body: dict[str, object],
+        *,
+        snapshot: bool = False,
+        while_full: Callable[[], None] | None = None,
+    ) -> int:
         """Send one message and return its number.
 
-        `while_full` is called while a lane's queue is full; it may raise to give up. Raises ChannelLost, and what
-        codec.encode raises.
+        `snapshot`: its tensors may be written into once this returns; otherwise never. `while_full` is called while a
+        lane's queue is full; it may raise to give up. Raises ChannelLost, and what codec.encode raises.
         """
         self._require_open()
         self._number += 1
-        encoded = encode(Message(kind, self._number, dict(body)))
+        encoded = encode(Message(kind, self._number, dict(body)), snapshot=snapshot)
         control, *data = self._sockets
         try:
-            self._send(control, encoded.control, while_full)
+            # Copied: for small frames that costs less than having libzmq give the memory back.
+            self._send(control, encoded.control, while_full, copy=True)
             for turn, chunk in enumerate(_chunks(encoded)):
-                self._send(data[turn % len(data)], list(chunk), while_full)
+                self._send(data[turn % len(data)], list(chunk), while_full, copy=False)
         except BaseException:
             # The other side would wait for the rest of this message before it looks at any later one.
             self.lost = self.lost or f"sending to the worker at {self.address} was given up"
@@ -191,13 +204,15 @@ class DriverChannel:
         if not self._sockets:
             raise ChannelLost(self.lost or f"the channel to the worker at {self.address} is closed")
 
-    def _send(self, sock: zmq.Socket[bytes], frames: list[Any], while_full: Callable[[], None] | None) -> None:
+    def _send(
+        self, sock: zmq.Socket[bytes], frames: list[Any], while_full: Callable[[], None] | None, *, copy: bool
+    ) -> None:
         stalled = time.monotonic() + limits.STALL_TIMEOUT
         while True:
             if self.lost:
                 raise ChannelLost(self.lost)
             try:
-                sock.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+                sock.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
                 return
             except zmq.Again:
                 if while_full:
@@ -227,8 +242,7 @@ class DriverChannel:
                 self.lost = f"what answers at {self.address} is not a Monarch worker of this version: {error}"
             raise ChannelLost(self.lost) from error
         if not messages:
-            if any(monitor in ready for monitor in self._monitors):
-                self._read_monitors()
+            self._read_monitors()
             if self.lost:
                 raise ChannelLost(self.lost)
         return messages
@@ -241,11 +255,8 @@ class DriverChannel:
         return message.kind is Kind.PROBE
 
     def _read_lane(self, lane: int, sock: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        while _is_readable(sock):
+            frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
             if lane == 0:
                 self._assembler.control(_buffers(frames))
             else:
@@ -253,7 +264,7 @@ class DriverChannel:
 
     def _read_monitors(self) -> None:
         for monitor in self._monitors:
-            while monitor.poll(0):
+            while _is_readable(monitor):
                 event = recv_monitor_message(monitor)["event"]
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
                     self.lost = self.lost or (
@@ -276,7 +287,7 @@ class DriverChannel:
         self._context.term()
 
 
-def _endpoint(host: str, port: int) -> str:
+def endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -301,54 +312,74 @@ def _reach(host: str, port: int, address: str) -> str:
 class WorkerChannel:
     """The worker's end: one ROUTER that serves any number of connections behind one address.
 
-    A session is one driver's channel, named by random bytes that the driver chose. Used by one thread.
+    A session is one driver's channel, named by random bytes that the driver chose. One thread waits and receives; any
+    may send, so that a result does not wait until another thread has woken up.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
         """Bind. Port 0 takes any free one. Raises zmq.ZMQError if the address cannot be bound."""
         self._sock = context.socket(zmq.ROUTER)
-        _configure(self._sock)
+        configure(self._sock)
         self._sock.set(zmq.ROUTER_MANDATORY, 1)
         self._sock.set(zmq.SNDTIMEO, int(limits.HELLO_TIMEOUT * 1000))
         try:
-            self._sock.bind(_endpoint(host, port))
+            self._sock.bind(endpoint(host, port))
         except zmq.ZMQError:
             self._sock.close(linger=0)
             raise
-        endpoint = self._sock.get_string(zmq.LAST_ENDPOINT)
-        self.port = int(endpoint.rsplit(":", 1)[1])
+        bound = self._sock.get_string(zmq.LAST_ENDPOINT)
+        self.port = int(bound.rsplit(":", 1)[1])
+        # Whoever uses the socket or the sessions holds this. Waiting uses neither, only the socket's descriptor.
+        self._lock = threading.RLock()
+        self._wakes, self._woken = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._woken.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._sock.get(zmq.FD), zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._sessions: dict[bytes, _Session] = {}
         # What a dropped session had already sent still arrives; it must not begin a session of its own.
         self._dropped: deque[bytes] = deque(maxlen=4 * limits.MAX_STRANGERS)
 
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        return self._sock
+    def wait(self, timeout: float) -> None:
+        """Wait until there may be something to receive, at most `timeout` seconds."""
+        self._poller.poll(int(timeout * 1000))
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(64)
 
-    def receive(self) -> Iterator[tuple[bytes, Message]]:
+    def _wake_if_readable(self) -> None:
+        """The descriptor tells of news only once, and whoever uses the socket in any way takes that note off it."""
+        if _is_readable(self._sock):
+            with contextlib.suppress(BlockingIOError):
+                self._wakes.send(b"\0")
+
+    def receive(self) -> list[tuple[bytes, Message]]:
         """(session, message) of every message that is complete now, without waiting.
 
         A session that breaks the protocol is told so and dropped.
         """
-        touched: dict[bytes, None] = {}
-        # Bounded, so that a flood from outside cannot keep the caller from its other work.
-        for _ in range(4 * limits.LANE_QUEUE_MESSAGES):
-            try:
+        messages: list[tuple[bytes, Message]] = []
+        with self._lock:
+            touched: dict[bytes, None] = {}
+            # Bounded, so that a flood from outside cannot keep the caller from its other work.
+            for _ in range(4 * limits.LANE_QUEUE_MESSAGES):
+                if not _is_readable(self._sock):
+                    break
                 identity, *frames = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            session = self._accept(bytes(identity.buffer), _buffers(frames))
-            if session is not None:
-                touched[session] = None
-        for session in touched:
-            state = self._sessions.get(session)
-            if state is None:
-                continue
-            try:
-                for message in state.assembler.take():
-                    yield session, message
-            except ProtocolError as error:
-                self.drop(session, str(error))
+                session = self._accept(bytes(identity.buffer), _buffers(frames))
+                if session is not None:
+                    touched[session] = None
+            else:
+                self._wake_if_readable()
+            for session in touched:
+                state = self._sessions.get(session)
+                if state is None:
+                    continue
+                try:
+                    messages.extend((session, message) for message in state.assembler.take())
+                except ProtocolError as error:
+                    self.drop(session, str(error))
+        return messages
 
     def _accept(self, identity: bytes, frames: list[memoryview]) -> bytes | None:
         if len(identity) != _SESSION_BYTES + 1 or not identity.startswith(b"M") or not frames:
@@ -378,15 +409,27 @@ class WorkerChannel:
 
     def admit(self, session: bytes) -> None:
         """Let a session send more than its HELLO."""
-        self._sessions[session].admit()
+        with self._lock:
+            self._sessions[session].admit()
 
     def lane_count(self, session: bytes) -> int:
         """Data lanes of `session` heard from so far."""
-        state = self._sessions.get(session)
-        return len(state.lanes - {0}) if state else 0
+        with self._lock:
+            state = self._sessions.get(session)
+            return len(state.lanes - {0}) if state else 0
 
     def send(self, session: bytes, kind: Kind, body: dict[str, object]) -> None:
-        """Send one message to a session. Raises ChannelLost if its driver is no longer connected."""
+        """Send one message to a session, whose tensors are not written into from now on.
+
+        Raises ChannelLost if its driver is no longer connected, and what codec.encode raises.
+        """
+        with self._lock:
+            try:
+                self._send(session, kind, body)
+            finally:
+                self._wake_if_readable()
+
+    def _send(self, session: bytes, kind: Kind, body: dict[str, object]) -> None:
         state = self._sessions.get(session)
         if state is None:
             raise ChannelLost("the driver is no longer connected")
@@ -396,7 +439,7 @@ class WorkerChannel:
         if encoded.chunked and not lanes:
             raise ChannelLost("the driver has no data lanes")
         try:
-            self._sock.send_multipart([session + b"\0", *encoded.control], copy=False)
+            self._sock.send_multipart([session + b"\0", *encoded.control])
             for turn, chunk in enumerate(_chunks(encoded)):
                 self._sock.send_multipart([session + bytes([lanes[turn % len(lanes)]]), *chunk], copy=False)
         except zmq.ZMQError as error:
@@ -405,16 +448,20 @@ class WorkerChannel:
 
     def drop(self, session: bytes, reason: str | None = None) -> None:
         """Forget a session and tell its driver the `reason`, if any. What still comes from it is ignored."""
-        state = self._sessions.pop(session, None)
-        if session not in self._dropped:
-            self._dropped.append(session)
-        if state is None or reason is None or 0 not in state.lanes:
-            return
-        refusal = encode(Message(Kind.REFUSED, state.number + 1, {"reason": reason}))
-        with contextlib.suppress(zmq.ZMQError):
-            self._sock.send_multipart([session + b"\0", *refusal.control], flags=zmq.NOBLOCK)
+        with self._lock:
+            state = self._sessions.pop(session, None)
+            if session not in self._dropped:
+                self._dropped.append(session)
+            if state is None or reason is None or 0 not in state.lanes:
+                return
+            refusal = encode(Message(Kind.REFUSED, state.number + 1, {"reason": reason}))
+            with contextlib.suppress(zmq.ZMQError):
+                self._sock.send_multipart([session + b"\0", *refusal.control], flags=zmq.NOBLOCK)
+            self._wake_if_readable()
 
     def close(self) -> None:
+        self._wakes.close()
+        self._woken.close()
         self._sock.close(linger=int(limits.CLOSE_LINGER_SECONDS * 1000))
 
 

@@ -39,6 +39,18 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether what goes there never leaves this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+# lanes: ZeroMQ. nccl and gloo: torch.distributed, between GPUs and between CPUs. auto: the fastest that is possible.
+EXCHANGES = ("auto", "lanes", "nccl", "gloo")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -47,6 +59,12 @@ class Cluster:
     name: str
     workers: tuple[Address, ...] = ()
     allow_version_mismatch: bool = False
+    # Where machines differ in what they can compute natively: "exact" has all compute alike, "speed" each its fastest.
+    prefer: str = "exact"
+    # Whether the cable between the machines is private, so that tokens may cross it in the clear.
+    trusted_link: bool = False
+    # What tokens are exchanged over: one of EXCHANGES.
+    exchange: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -112,16 +130,24 @@ def load_configuration(path: Path | None = None) -> Configuration:
 
 
 def _cluster(file: Path, name: str, table: Any) -> Cluster:
-    known = {"workers", "allow_version_mismatch"}
+    known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange"}
     if not isinstance(table, dict) or not isinstance(table.get("workers"), list):
         raise ConfigurationError(f'{file}: cluster {name!r} needs a list, such as workers = ["127.0.0.1:7690"].')
     unknown = sorted(set(table) - known)
     if unknown:
         raise ConfigurationError(f"{file}: cluster {name!r} has unknown settings: {', '.join(unknown)}.")
-    allow = table.get("allow_version_mismatch", False)
-    if not isinstance(allow, bool):
-        raise ConfigurationError(f"{file}: allow_version_mismatch of cluster {name!r} is true or false.")
-    return Cluster(name, tuple(parse_address(file, item) for item in table["workers"]), allow)
+    flags = {key: table.get(key, False) for key in ("allow_version_mismatch", "trusted_link")}
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{file}: {key} of cluster {name!r} is true or false.")
+    exchange = table.get("exchange", "auto")
+    if exchange not in EXCHANGES:
+        raise ConfigurationError(f"{file}: exchange of cluster {name!r} is one of {', '.join(EXCHANGES)}.")
+    prefer = table.get("prefer", "exact")
+    if prefer not in ("exact", "speed"):
+        raise ConfigurationError(f'{file}: prefer of cluster {name!r} is "exact" or "speed".')
+    workers = tuple(parse_address(file, item) for item in table["workers"])
+    return Cluster(name, workers, prefer=prefer, exchange=exchange, **flags)
 
 
 def parse_address(file: Path | str, text: Any) -> Address:

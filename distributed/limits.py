@@ -16,6 +16,8 @@ DEFAULT_PORT = 7690
 MAX_HEADER_BYTES = 32 * MIB
 # The header of a HELLO; nobody has said yet who sends it.
 MAX_HELLO_BYTES = 64 * 1024
+# Headers up to this size are remembered once they are understood: steps of a run hardly differ in them.
+REPEATED_HEADER_BYTES = 16 * 1024
 MAX_TENSORS = 65_536
 MAX_TENSOR_DIMS = 16
 MAX_MESSAGE_BYTES = 4 * GIB
@@ -28,7 +30,7 @@ DATA_LANES = 2
 MAX_LANES = 16
 CHUNK_BYTES = 1 * MIB
 # Tensors up to this size travel inside their message: gathering chunks from the lanes would cost more than it saves.
-INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 1 * MIB
 SOCKET_BUFFER_BYTES = 4 * MIB
 # Chunks of messages whose header has not arrived yet (lanes are separate connections, so they can overtake it).
 MAX_EARLY_CHUNK_BYTES = 1 * GIB
@@ -39,6 +41,16 @@ KEEPING_BYTES = 8 * 1024
 LANE_QUEUE_MESSAGES = 512
 POLL_SECONDS = 0.05
 CLOSE_LINGER_SECONDS = 0.25
+
+# Exchange of tokens (token split): its own lanes, behind the port after the worker's own.
+EXCHANGE_LANES = 4
+EXCHANGE_MIN_CHUNK_BYTES = 1 * MIB
+EXCHANGE_CHUNK_BYTES = 4 * MIB
+EXCHANGE_JOIN_TIMEOUT = 10.0
+EXCHANGE_PROBE_BYTES = 4 * MIB
+# Process groups of torch.distributed: making an NCCL communicator takes seconds.
+GROUP_JOIN_TIMEOUT = 30.0
+GROUP_CLOSE_TIMEOUT = 2.0
 
 # Liveness: a peer is lost after HEARTBEAT_INTERVAL + HEARTBEAT_TIMEOUT of silence at the latest, never for being slow.
 HEARTBEAT_INTERVAL = 0.5
@@ -55,7 +67,7 @@ DRIVER_PROBE_INTERVAL = 0.5
 # Tensors a run keeps on the worker so that they are not sent again (prompt embeddings, masks).
 RUN_TENSOR_CACHE_BYTES = 512 * MIB
 # Smaller ones are cheaper to send than to look up.
-RUN_TENSOR_MIN_BYTES = 4096
+RUN_TENSOR_MIN_BYTES = 32 * 1024
 RUN_TENSOR_VERSIONS = 8
 # Weight-patch tensors (LoRA) a worker keeps between runs.
 PATCH_TENSOR_CACHE_BYTES = 4 * GIB
@@ -64,6 +76,9 @@ PATCH_TENSOR_CACHE_BYTES = 4 * GIB
 FILE_CHUNK_BYTES = 4 * MIB
 FILE_WINDOW_CHUNKS = 8
 FILE_CACHE_BYTES = 200 * GIB
+# A file that arrived in part is recorded this often, and waits this long to be sent to its end.
+FILE_RECORD_BYTES = 32 * MIB
+FILE_PART_SECONDS = 7 * 86_400.0
 # Left free on the disk that holds the cache.
 FILE_CACHE_RESERVE_BYTES = 2 * GIB
 DIGEST_BLOCK_BYTES = 1 * MIB

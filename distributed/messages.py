@@ -5,12 +5,17 @@ A driver opens one channel per run and worker. The exchange, driver on the left:
     HELLO           ->              versions, names, number of lanes
                     <-  WELCOME     what the worker is, or REFUSED: why it will not serve
     PREPARE         ->              recipe of the MODEL
-                    <-  NEED        what is missing: the file, patch tensors
+                    <-  NEED        what is missing: the file (and how much of it is there), patch tensors
     TENSORS         ->              missing patch tensors (several messages)
     FILE_BEGIN      ->              then FILE_CHUNK, as far as FILE_ACK allows, then FILE_END
                     <-  READY       digest of the recipe that was built, or FAILED
     FORWARD         ->              arguments of one forward, cut to this worker's rows
                     <-  RESULT      its output and the seconds it took, or FAILED
+    EXCHANGE_OPEN   ->              for a token split
+                    <-  EXCHANGE    where this worker listens for the other ranks
+    EXCHANGE_JOIN   ->              this worker's rank, everybody's addresses, the secret that opens them
+                    <-  EXCHANGE    it is joined, or FAILED
+    ABANDON         ->              give up forwards by tokens up to a number; the run goes on
     CANCEL          ->              stop what runs; nothing is answered
     END             ->              the run is over
 
@@ -41,6 +46,10 @@ class Kind(IntEnum):
     FORWARD = 20
     RESULT = 21
     FAILED = 22
+    EXCHANGE_OPEN = 24
+    EXCHANGE_JOIN = 25
+    EXCHANGE = 26
+    ABANDON = 27
     CANCEL = 30
     END = 31
     PROBE = 40
@@ -55,12 +64,16 @@ FROM_DRIVER = frozenset(
         Kind.FILE_CHUNK,
         Kind.FILE_END,
         Kind.FORWARD,
+        Kind.EXCHANGE_OPEN,
+        Kind.EXCHANGE_JOIN,
+        Kind.ABANDON,
         Kind.CANCEL,
         Kind.END,
     }
 )
 FROM_WORKER = frozenset(
     {Kind.WELCOME, Kind.REFUSED, Kind.NEED, Kind.FILE_ACK, Kind.READY, Kind.RESULT, Kind.FAILED, Kind.PROBE}
+    | {Kind.EXCHANGE}
 )
 
 

@@ -15,14 +15,19 @@ from typing import Any
 
 import torch
 
+from ..formats import require_splittable
 from .codec import ProtocolError, pack_plain
+from .compute_path import NATIVE, OWN, PLAIN_FP8, follow
+from .families import find_family
 from .files import FileRef, file_digest
+from .loading import load_checked
 from .options import CODE_OPTIONS
 from .replica import add_weight_patches
 from .versions import own_versions
+from .worker import Through, run_model
 
 # What decides how a file is loaded; the compute dtype and patches are put on clones.
-_BASE_KEYS = ("loader", "options", "dtype")
+_BASE_KEYS = ("loader", "options", "dtype", "paths")
 _MODEL_HEADROOM = 1.1
 
 
@@ -44,7 +49,8 @@ class ComfyRuntime:
         device = self._model_management.get_torch_device()
         memory = self._model_management.get_total_memory(device)
         name = self._model_management.get_torch_device_name(device)
-        return {"device": name, "memory": f"{memory / 1e9:.0f} GB"}
+        emulated = " ".join(_emulated_formats(self._model_management, device))
+        return {"device": name, "memory": f"{memory / 1e9:.0f} GB", "emulates": emulated}
 
     def find(self, ref: FileRef) -> Path | None:
         import folder_paths
@@ -76,6 +82,7 @@ class ComfyRuntime:
     def _base(self, tree: dict[str, Any], path: Path) -> Any:
         key = json.dumps([pack_plain({name: tree[name] for name in _BASE_KEYS}, "recipe")[0], file_digest(path)])
         if key not in self._models:
+            require_splittable(path)
             self._make_room(path)
             self._models[key] = self._load(tree, path)
         self._models.move_to_end(key)
@@ -89,14 +96,19 @@ class ComfyRuntime:
             raise ProtocolError("a recipe holds unknown loader options")
         # The driver's own choice, which may have depended on its free memory.
         options["dtype"] = tree["dtype"]
+        if tree["paths"].get(PLAIN_FP8, OWN) != OWN:
+            options["fp8_optimizations"] = tree["paths"][PLAIN_FP8] == NATIVE
         if tree["loader"] == "load_diffusion_model":
-            patcher = comfy.sd.load_diffusion_model(str(path), model_options=options)
+            patcher = load_checked(path, lambda: comfy.sd.load_diffusion_model(str(path), model_options=options))
         elif tree["loader"] == "load_checkpoint_guess_config":
-            patcher = comfy.sd.load_checkpoint_guess_config(
-                str(path), output_vae=False, output_clip=False, output_clipvision=False, model_options=options
-            )[0]
+            only_model = {"output_vae": False, "output_clip": False, "output_clipvision": False}
+            patcher = load_checked(
+                path,
+                lambda: comfy.sd.load_checkpoint_guess_config(str(path), **only_model, model_options=options)[0],
+            )
         else:
             raise ProtocolError("a recipe names an unknown loader")
+        follow(patcher.model, tree["paths"])
         if patcher.model.get_dtype() != tree["dtype"]:
             raise RuntimeError(
                 f"{path.name} was loaded as {patcher.model.get_dtype()} here and as {tree['dtype']} on the driver; "
@@ -150,11 +162,12 @@ class ComfyReplica:
     def __init__(self, runtime: ComfyRuntime, patcher: Any, patched: int) -> None:
         self.patched = patched
         self.device = patcher.load_device
+        self.family = find_family(patcher.model.diffusion_model)
         self._runtime = runtime
         self._patcher = patcher
 
-    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Output of `diffusion_model(*args, **kwargs)` on this worker's device."""
+    def forward(self, args: list[Any], kwargs: dict[str, Any], through: Through = run_model) -> Any:
+        """Output of `through(diffusion_model, args, kwargs)` on this worker's device."""
         first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
         with torch.inference_mode():
             self._runtime.use(self._patcher, list(first.shape))
@@ -165,7 +178,23 @@ class ComfyReplica:
             options["prefetch_dynamic_vbars"] = self._patcher.is_dynamic()
         placed = _to_device({**kwargs, "transformer_options": options}, self._patcher.load_device)
         with torch.inference_mode():
-            return self._patcher.model.diffusion_model(*_to_device(args, self._patcher.load_device), **placed)
+            return through(
+                self._patcher.model.diffusion_model, _to_device(args, self._patcher.load_device), placed
+            )
+
+
+def _emulated_formats(model_management: Any, device: torch.device) -> list[str]:
+    """Formats whose matrices ComfyUI multiplies dequantised on this device, as it decides when it loads a model."""
+    emulated = []
+    for supports, formats in (
+        ("supports_fp8_compute", ["float8_e4m3fn", "float8_e5m2", PLAIN_FP8]),
+        ("supports_nvfp4_compute", ["nvfp4"]),
+        ("supports_mxfp8_compute", ["mxfp8"]),
+    ):
+        check = getattr(model_management, supports, None)
+        if check is None or not check(device):
+            emulated += formats
+    return emulated
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -32,6 +32,10 @@ _OUTSIDE = frozenset(
 )
 
 
+# Entries of arguments that a forward builds for itself where they are missing, and that hold ComfyUI's own objects.
+_REBUILT = {"minimax_payload": "layout"}
+
+
 class NotReproducible(Exception):
     """A MODEL or a forward that a worker cannot reproduce; `reasons` name what stands in the way."""
 
@@ -84,15 +88,31 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in _DRIVER_ONLY:
             continue
+        if _is_setting(value):
+            plain[name] = value
+            continue
         try:
             pack_plain(value, name)
         except NotPlainData as error:
             reasons.append(f"transformer_options[{name!r}] holds {owner(error.value)}, which cannot be sent")
             continue
-        if name in _READ_ONLY or _is_setting(value):
+        if name in _READ_ONLY:
             plain[name] = value
         else:
             reasons.append(f"transformer_options[{name!r}] may hold state of the model, which cannot be in two places")
     if reasons:
         raise NotReproducible(reasons)
+    return plain
+
+
+def plain_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a forward, but transformer_options, without what every machine builds for itself.
+
+    Raises NotPlainData for what cannot travel.
+    """
+    plain = {name: value for name, value in arguments.items() if name != "transformer_options"}
+    for name, entry in _REBUILT.items():
+        if isinstance(plain.get(name), dict):
+            plain[name] = {key: value for key, value in plain[name].items() if key != entry}
+    pack_plain(plain, "the forward's arguments")
     return plain

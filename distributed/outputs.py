@@ -13,6 +13,10 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(output)
 
 
+def device_of(output: Any) -> torch.device:
+    return tensors(output)[0].device
+
+
 def synchronize(output: Any) -> None:
     """Wait until the device has computed `output`, so that the clock can be read."""
     for tensor in tensors(output):
@@ -39,12 +43,6 @@ def continues(output: Any, count: int, local: Any) -> bool:
         (len(theirs), theirs.shape[1:], theirs.dtype) == (count, ours.shape[1:], ours.dtype)
         for theirs, ours in zip(got, want, strict=True)
     )
-
-
-def last_row(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output[-1:]
-    return type(output)(tensor[-1:] for tensor in output)
 
 
 def relative_difference(output: Any, expected: Any) -> float:

@@ -37,6 +37,16 @@ class Share:
     seconds: float
 
 
+@dataclass(frozen=True)
+class ExchangeOffer:
+    """Where a worker can be met for a token split: behind `port`, and at `store_port` (0: nowhere) by `backends`."""
+
+    host: str
+    port: int
+    store_port: int
+    backends: tuple[str, ...]
+
+
 class Peer:
     """One worker in one run. Every wait calls `check`, which raises to stop the run (an interrupt)."""
 
@@ -44,6 +54,8 @@ class Peer:
         self.address = str(address)
         self.name = self.address
         self.worker_id = ""
+        # Formats that its device cannot compute natively (see compute_path).
+        self.emulated: frozenset[str] = frozenset()
         self.ready = False
         self._host, self._port = address.host, address.port
         self._check = check
@@ -82,6 +94,8 @@ class Peer:
             raise PeerFailed(f"the worker at {self.address} refused: {answer.body.get('reason')}")
         self.name = str(answer.body.get("name") or self.address)
         self.worker_id = str(answer.body.get("worker_id"))
+        device = answer.body.get("device")
+        self.emulated = frozenset(str(device.get("emulates", "")).split() if isinstance(device, dict) else ())
         refusal, warnings = mismatch(versions, Versions.from_message(answer.body), self.name)
         if refusal and not allow_mismatch:
             raise PeerFailed(refusal)
@@ -101,7 +115,7 @@ class Peer:
             for batch in recipe.tensor_batches(need.body["tensors"]):
                 channel.send(Kind.TENSORS, {"for": self._prepared, "tensors": batch}, while_full=self._check)
             if need.body["file"]:
-                self._send_file(recipe, progress)
+                self._send_file(recipe, int(need.body["held"]), progress)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
         except OSError as error:
@@ -109,15 +123,19 @@ class Peer:
         except (KeyError, TypeError, ValueError) as error:
             raise PeerFailed(f"{self.name} gave an answer that makes no sense ({error})") from None
 
-    def _send_file(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
+    def _send_file(self, recipe: Recipe, held: int, progress: Callable[[int, int], None]) -> None:
+        """Send the file from byte `held` on, which is how much the worker has kept of an earlier attempt."""
         channel, total = self._open_channel(), recipe.file.bytes
         begun = channel.send(Kind.FILE_BEGIN, {"file": recipe.file.as_dict()})
         digest = hashlib.blake2b(digest_size=20)
-        acknowledged = sent = 0
+        acknowledged = sent = held
         for offset, chunk in read_chunks(recipe.path):
             digest.update(chunk)
-            data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
-            channel.send(Kind.FILE_CHUNK, {"offset": offset, "data": data}, while_full=self._check)
+            if offset + len(chunk) <= held:
+                self._check()
+                continue
+            data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)[max(0, held - offset) :]
+            channel.send(Kind.FILE_CHUNK, {"offset": sent, "data": data}, while_full=self._check)
             sent = offset + len(chunk)
             while sent - acknowledged > limits.FILE_CHUNK_BYTES * limits.FILE_WINDOW_CHUNKS:
                 acknowledged = self._acknowledged(begun)
@@ -150,16 +168,22 @@ class Peer:
 
     # --- forwards -----------------------------------------------------------------------------------------------
 
-    def start(self, call: Call) -> int:
-        """Send the share `call`; its transformer_options are plain. Returns a ticket for finish. Raises PeerFailed."""
+    def start(self, call: Call, tokens: dict[str, Any] | None = None) -> int:
+        """Send the share `call`; its transformer_options are plain. Returns a ticket for finish. Raises PeerFailed.
+
+        `tokens`: have the worker compute its tokens of the whole call, as this plan of a token split says.
+        """
         fresh: dict[int | str, torch.Tensor] = {}
         kwargs = {
             name: value if name in ("control", "transformer_options") else self._kept.place(name, value, fresh)
             for name, value in call.kwargs.items()
         }
-        body = {"args": _own(list(call.args)), "kwargs": _own(kwargs), "keep": fresh, "drop": self._kept.take_dropped()}
+        body = {"args": list(call.args), "kwargs": kwargs, "keep": fresh, "drop": self._kept.take_dropped()}
+        if tokens is not None:
+            body["tokens"] = tokens
         try:
-            return self._open_channel().send(Kind.FORWARD, body, while_full=self._check)
+            # The forward that starts here meanwhile may write into its arguments.
+            return self._open_channel().send(Kind.FORWARD, body, snapshot=True, while_full=self._check)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
         except (NotPlainData, ValueError) as error:
@@ -190,6 +214,56 @@ class Peer:
         if not parts or not all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
             raise PeerFailed(f"{self.name} gave an answer that makes no sense")
         return Share(output, float(seconds) if isinstance(seconds, (int, float)) else 0.0)
+
+    # --- token splits -------------------------------------------------------------------------------------------
+
+    def open_exchange(self, *, store: bool) -> ExchangeOffer:
+        """Where the worker can be met for a token split, with a `store` for process groups. Raises PeerFailed."""
+        body = self._finish_exchange(self._send(Kind.EXCHANGE_OPEN, {"store": store}))
+        port, store_port, backends = body.get("port"), body.get("store_port"), body.get("backends")
+        if not isinstance(port, int) or not isinstance(store_port, int) or not isinstance(backends, list):
+            raise PeerFailed(f"{self.name} gave an answer that makes no sense")
+        return ExchangeOffer(self._host, port, store_port, tuple(map(str, backends)))
+
+    def start_joining(self, body: dict[str, Any]) -> int:
+        """Have the worker join the other ranks. Returns a ticket for `joined`. Raises PeerFailed."""
+        return self._send(Kind.EXCHANGE_JOIN, body)
+
+    def joined(self, ticket: int) -> None:
+        """Wait until the worker has joined. Raises PeerFailed."""
+        self._finish_exchange(ticket)
+
+    def raise_if_failed(self, ticket: int) -> None:
+        """Raises PeerFailed if the worker has given up on a forward; does not wait or read."""
+        for answer in self._answers.get(ticket, ()):
+            if answer.kind is Kind.FAILED:
+                raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+
+    def outcome(self, ticket: int) -> float | None:
+        """Seconds a worker computed its tokens of a forward; None while it does. Raises PeerFailed if it cannot."""
+        if ticket not in self._answers:
+            return None
+        answer = self._take_answer(ticket)
+        seconds = answer.body.get("seconds")
+        if answer.kind is not Kind.RESULT or not isinstance(seconds, (int, float)):
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+        return float(seconds)
+
+    def abandon(self, number: int) -> None:
+        """Have the worker give up forwards by tokens up to `number`. Raises PeerFailed."""
+        self._send(Kind.ABANDON, {"number": number})
+
+    def _finish_exchange(self, ticket: int) -> dict[str, Any]:
+        answer = self._wait_or_fail(ticket)
+        if answer.kind is not Kind.EXCHANGE:
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+        return answer.body
+
+    def _send(self, kind: Kind, body: dict[str, Any]) -> int:
+        try:
+            return self._open_channel().send(kind, body)
+        except ChannelLost as error:
+            raise PeerFailed(f"{self.name}: {error}") from None
 
     def close(self, *, cancel: bool) -> None:
         """End the run on the worker; with `cancel` it also stops what it computes."""
@@ -241,20 +315,6 @@ class Peer:
             answered = message.body.get("for")
             if isinstance(answered, int):
                 self._answers.setdefault(answered, deque()).append(message)
-
-
-def _own(value: Any) -> Any:
-    """`value` with copies of the tensors on the CPU, whose memory is sent as it is when the network gets to it.
-
-    The forward that starts here meanwhile may write into its arguments. Tensors elsewhere are copied to the CPU anyway.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.device.type == "cpu" else value
-    if type(value) in (list, tuple):
-        return type(value)(_own(item) for item in value)
-    if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    return value
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

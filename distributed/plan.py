@@ -17,6 +17,8 @@ _VERDICT_SECONDS = 600.0
 _REMEMBERED_KINDS = 256
 _FORGIVENESS = 1.05
 _LATEST_PACES = 3
+# Paces that differ by less are taken for equal.
+_ALIKE = 1.04
 
 
 def share_rows(rows: int, paces: Sequence[float], at_least: Sequence[int] | None = None) -> list[int]:
@@ -47,9 +49,9 @@ class Costs:
         latest = self.paces.get(node, [])
         return max(latest) if len(latest) > 1 else None
 
-    def record_pace(self, node: str, rows: int, seconds: float) -> None:
-        """A node computed `rows` rows in `seconds`."""
-        if rows >= 1 and seconds > 0:
+    def record_pace(self, node: str, rows: float, seconds: float) -> None:
+        """A node computed `rows` rows, or a part of one, in `seconds`."""
+        if rows > 0 and seconds > 0:
             self.paces[node] = [*self.paces.get(node, []), rows / seconds][-_LATEST_PACES:]
 
     def forgive(self, node: str) -> None:
@@ -105,6 +107,20 @@ def shares(costs: Costs, nodes: Sequence[str], rows: int, *, everyone: bool = Fa
         if share == 0:
             costs.forgive(node)
     return result
+
+
+def fractions(costs: Costs, nodes: Sequence[str]) -> list[float]:
+    """Part of the tokens of a row per node, by measured pace: they are to finish together.
+
+    Equal until measured, and for machines that are as good as alike: that is what their noise would spoil.
+    """
+    paces = [costs.pace(node) for node in nodes]
+    known = [pace for pace in paces if pace]
+    default = sum(known) / len(known) if known else 1.0
+    filled = [pace or default for pace in paces]
+    if max(filled) < _ALIKE * min(filled):
+        filled = [1.0] * len(filled)
+    return [pace / sum(filled) for pace in filled]
 
 
 def wants_measure_alone(costs: Costs) -> bool:

@@ -21,13 +21,15 @@ from .files import FileRef
 class Recipe:
     """A MODEL as loader, file and weight patches.
 
-    `tree` is plain data with Kept(digest) in place of tensors; `tensors` holds them by digest; `path` is the file here.
+    `tree` is plain data with Kept(digest) in place of tensors; `tensors` holds them by digest; `path` is the file here;
+    `notes` are sentences about the MODEL for its user.
     """
 
     tree: dict[str, Any]
     file: FileRef
     path: Path
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def patched(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .codec import Kept, NotPlainData, pack_plain
+from .compute_path import compute_paths
 from .files import FileRef, file_digest
 from .options import NotReproducible, code_in_the_forward, owner
 from .recipe import Recipe, tensor_digest
@@ -30,6 +31,7 @@ _HARMLESS_CALLBACKS = ("on_clone", "on_cleanup", "on_detach_after", "on_deepclon
 # Diffusion models that mix the rows of a batch: their halves, slots or frames.
 _COUPLED_ROWS = ("NaDiT", "Trellis2")
 _PATCH_KINDS = ("diff", "set", "model_as_lora")
+_NO_EFFECT = "a LoRA has no effect: none of its keys matches a weight of this diffusion model (ComfyUI's log lists them)"
 
 
 def describe(patcher: Any) -> Recipe:
@@ -50,8 +52,10 @@ def describe(patcher: Any) -> Recipe:
         "compute_dtype": patcher.get_model_object("manual_cast_dtype"),
         "force_cast": bool(getattr(patcher, "force_cast_weights", False)),
         "patches": patches,
+        "paths": compute_paths(patcher.model),
     }
-    return Recipe(tree, _file_ref(path, _LOADERS[loader]), path, tensors)
+    notes = (_NO_EFFECT,) if _patched_in_vain(patcher) else ()
+    return Recipe(tree, _file_ref(path, _LOADERS[loader]), path, tensors, notes)
 
 
 def _foreign_code(patcher: Any) -> Iterable[str]:
@@ -139,6 +143,16 @@ def _file_seen_with(model: Any, path: Path) -> tuple[int, ...]:
     return _stamps[key][1]
 
 
+def loaded_file(patcher: Any) -> Path | None:
+    """The file that a MODEL came from, if that is known and it is still there; whatever stands against a split."""
+    note = getattr(patcher, "cached_patcher_init", None) or patcher.get_attachment(LOADED_WITH)
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+        if getattr(note[0], "__name__", "") in _LOADERS:
+            path = Path(note[1][0])
+            return path if path.is_file() else None
+    return None
+
+
 def note_file(patcher: Any) -> None:
     """Remember what the file of a MODEL is like now; called when a node gets the MODEL, soon after it was loaded."""
     with contextlib.suppress(NotReproducible, OSError, LookupError, TypeError, ValueError):
@@ -182,6 +196,26 @@ def _patches(patcher: Any, reasons: list[str]) -> tuple[list[Any], dict[str, tor
                 reasons.append(f"{what}, which cannot be sent")
         described.append([key, packed])
     return described, tensors
+
+
+def _patched_in_vain(patcher: Any) -> bool:
+    """Whether weight patches were added, to this MODEL or one that it was cloned from, that match no weight at all.
+
+    ComfyUI then only logs the keys; what is left is a new patches_uuid over the same patches.
+    """
+    while (parent := getattr(patcher, "parent", None)) is not None:
+        if patcher.patches_uuid != parent.patches_uuid and _other_changes(patcher) == _other_changes(parent):
+            return True
+        patcher = parent
+    return False
+
+
+def _other_changes(patcher: Any) -> Any:
+    """What changes of a MODEL give it a new patches_uuid."""
+    patches = {key: len(entries) for key, entries in patcher.patches.items()}
+    wrappers = {key: len(functions) for key, functions in patcher.weight_wrapper_patches.items()}
+    dtype = patcher.object_patches.get("manual_cast_dtype")
+    return patches, wrappers, dtype, patcher.force_cast_weights, len(patcher.hook_patches)
 
 
 def _patch_content(value: Any) -> tuple[str, Any]:

@@ -22,7 +22,9 @@ class Report:
     forwards: int = 0
     forwards_split: int = 0
     split: str | None = None
+    # What each node computed of the last split forward: rows, or its part of the tokens.
     rows: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     waiting: float = 0.0
     bytes_sent: int = 0
@@ -58,9 +60,10 @@ class Report:
             why = "; ".join(self.reasons + self.events) or "there was nothing to split"
             return f"One machine{pace}: {why}."
         speedup = f", {self.speedup:.2f}x" if self.speedup else ""
-        shares = ", ".join(f"{node} {rows}" for node, rows in self.rows.items())
+        given = self.rows or {node: f"{part:.0%}" for node, part in self.tokens.items()}
+        shares = ", ".join(f"{node} {share}" for node, share in given.items())
         line = (
-            f"Split over {len(self.rows)} machines by {self.split}: "
+            f"Split over {len(given)} machines by {self.split}: "
             f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares})."
         )
         notes = "; ".join(self.events + self.reasons)

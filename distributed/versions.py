@@ -6,6 +6,7 @@ Pack and ComfyUI code must agree; torch and comfy-kitchen may differ, with a war
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -19,7 +20,8 @@ from .. import __version__
 class Versions:
     """Versions of one side.
 
-    `pack_code` and `comfyui_code` are digests of the engine and of ComfyUI's comfy folder (empty where there is none).
+    `pack_code` and `comfyui_code` are digests of the engine and of ComfyUI's comfy folder (empty where there is none);
+    `kitchen_backends` names the kernels that quantised layers can use.
     """
 
     pack: str
@@ -28,6 +30,7 @@ class Versions:
     torch: str
     kitchen: str
     pack_code: str = ""
+    kitchen_backends: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {"versions": asdict(self)}
@@ -49,6 +52,7 @@ def own_versions(comfyui: Path | None, comfyui_version: str = "") -> Versions:
         comfyui_code=_code_digest(comfyui / "comfy") if comfyui else "",
         torch=_installed("torch"),
         kitchen=_installed("comfy-kitchen"),
+        kitchen_backends=_kitchen_backends(),
     )
 
 
@@ -73,6 +77,7 @@ def mismatch(driver: Versions, worker: Versions, name: str) -> tuple[str | None,
         for package, ours, theirs in (
             ("torch", driver.torch, worker.torch),
             ("comfy-kitchen", driver.kitchen, worker.kitchen),
+            ("comfy-kitchen's backends", driver.kitchen_backends, worker.kitchen_backends),
         )
         if ours != theirs
     ]
@@ -85,6 +90,15 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _kitchen_backends() -> str:
+    """Names of the kernel backends that ComfyUI uses, once it is imported."""
+    kitchen = sys.modules.get("comfy_kitchen")
+    if kitchen is None:
+        return ""
+    backends = kitchen.list_backends().items()
+    return ", ".join(sorted(name for name, state in backends if state["available"] and not state["disabled"]))
 
 
 @lru_cache(maxsize=4)

@@ -26,13 +26,24 @@ from . import limits
 from .channel import ChannelLost, WorkerChannel
 from .cluster import Address
 from .codec import NotPlainData, ProtocolError, replace_kept
+from .families import Family
 from .files import FileCache, FileRef, IncomingFile
 from .messages import Kind, Message
 from .patch_cache import PatchCache
 from .recipe import tree_digest
 from .versions import Versions, mismatch
+from .worker_tokens import TokenRank
 
 _T = TypeVar("_T")
+
+
+# (model, arguments, keyword arguments) -> output
+Through = Callable[[Any, list[Any], dict[str, Any]], Any]
+
+
+def run_model(model: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The stock forward."""
+    return model(*args, **kwargs)
 
 
 class Replica(Protocol):
@@ -40,9 +51,11 @@ class Replica(Protocol):
 
     patched: int
     device: torch.device
+    # None: its tokens cannot be split.
+    family: Family | None
 
-    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Output of one forward; tensors are on any device."""
+    def forward(self, args: list[Any], kwargs: dict[str, Any], through: Through = run_model) -> Any:
+        """Output of `through(model, args, kwargs)`, tensors on any device."""
         ...
 
 
@@ -96,6 +109,12 @@ class _Driver:
     kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
     shares: int = 0
     seconds: float = 0.0
+    # Forwards by tokens up to this number are given up.
+    abandoned: int = 0
+
+
+class Stopped(Exception):
+    """The driver does not want the result any more."""
 
 
 class Worker:
@@ -113,7 +132,8 @@ class Worker:
         self.address = str(Address(host, self._channel.port))
         self._driver: _Driver | None = None
         self._greetings: dict[bytes, tuple[Message, float]] = {}
-        self._jobs = _Jobs(self._context, runtime)
+        self._jobs = _Jobs(runtime, self._answer_job)
+        self._tokens = TokenRank(host, self._channel.port + 1)
         self._stopping = False
 
     def stop(self) -> None:
@@ -122,24 +142,20 @@ class Worker:
 
     def run(self) -> None:
         """Serve until stopped; then release every thread and socket."""
-        poller = zmq.Poller()
-        poller.register(self._channel.socket, zmq.POLLIN)
-        poller.register(self._jobs.done_socket, zmq.POLLIN)
         next_probe = 0.0
         try:
             while not self._stopping:
-                poller.poll(int(limits.POLL_SECONDS * 4000))
+                self._channel.wait(4 * limits.POLL_SECONDS)
                 for session, message in self._channel.receive():
                     self._handle(session, message)
                 self._greet_waiting()
-                for session, kind, body in self._jobs.take_answers():
-                    self._answer(session, kind, body)
                 if time.monotonic() >= next_probe:
                     next_probe = time.monotonic() + limits.DRIVER_PROBE_INTERVAL
                     self._probe_driver()
         finally:
             self._release_driver()
             self._jobs.close()
+            self._tokens.close()
             self._channel.close()
             self._context.term()
 
@@ -155,21 +171,30 @@ class Worker:
         if driver is None:
             return
         if driver.preparation is not None and driver.preparation.incoming is not None:
-            driver.preparation.incoming.discard()
+            driver.preparation.incoming.leave()
         self._jobs.cancel(driver.session)
+        self._jobs.add(_Job(b"", 0, None, lambda: self._tokens.forget() or {}))
         self._channel.drop(driver.session)
         say(f"The driver is gone; {driver.shares} shares were computed for it in {driver.seconds:.1f} s.")
 
     def _answer(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
         try:
-            try:
-                self._channel.send(session, kind, body)
-            except (NotPlainData, ValueError) as error:
-                reason = f"its answer cannot be sent: {error}"
-                self._channel.send(session, Kind.FAILED, {"for": body.get("for"), "reason": reason})
+            self._send(session, kind, body)
         except ChannelLost:
             if self._driver is not None and self._driver.session == session:
                 self._release_driver()
+
+    def _answer_job(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
+        """Called in the compute thread. That a driver is gone is for the serving thread to notice."""
+        with contextlib.suppress(ChannelLost):
+            self._send(session, kind, body)
+
+    def _send(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
+        try:
+            self._channel.send(session, kind, body)
+        except (NotPlainData, ValueError) as error:
+            reason = f"its answer cannot be sent: {error}"
+            self._channel.send(session, Kind.FAILED, {"for": body.get("for"), "reason": reason})
 
     def _handle(self, session: bytes, message: Message) -> None:
         if message.kind is Kind.HELLO:
@@ -248,8 +273,11 @@ class Worker:
             raise ProtocolError("a recipe is described wrongly")
         path = self._runtime.find(ref) or self._cache.find(ref)
         missing = self._patches.missing(tree)
-        driver.preparation = _Preparation(message.number, tree, ref, path, set(missing))
-        self._answer(driver.session, Kind.NEED, {"for": message.number, "file": path is None, "tensors": missing})
+        incoming = self._cache.receive(ref) if path is None else None
+        driver.preparation = _Preparation(message.number, tree, ref, path, set(missing), incoming)
+        held = incoming.received if incoming else 0
+        need = {"file": path is None, "held": held, "tensors": missing}
+        self._answer(driver.session, Kind.NEED, {"for": message.number, **need})
         self._build_if_complete(driver)
 
     def _tensors(self, driver: _Driver, message: Message) -> None:
@@ -261,16 +289,20 @@ class Worker:
     def _file_begin(self, driver: _Driver, message: Message) -> None:
         preparation = _expected(driver.preparation)
         ref = FileRef.from_message(message.body["file"])
-        if ref != preparation.file or preparation.path is not None or preparation.incoming is not None:
+        incoming = _expected(preparation.incoming)
+        if ref != preparation.file or preparation.incoming_number:
             raise ProtocolError("a file comes that was not asked for")
-        say(f"Receiving {ref.name}, {ref.bytes / 1e9:.2f} GB.")
+        held = f", of which {incoming.received / 1e9:.2f} GB are here" if incoming.received else ""
+        say(f"Receiving {ref.name}, {ref.bytes / 1e9:.2f} GB{held}.")
         preparation.incoming_number = message.number
-        preparation.incoming = self._cache.receive(ref)
 
     def _file_chunk(self, driver: _Driver, message: Message) -> None:
         preparation = _expected(driver.preparation)
         incoming = _expected(preparation.incoming)
+        before = incoming.received
         incoming.write(message.body["offset"], memoryview(message.body["data"].numpy()))
+        if before // limits.FILE_RECORD_BYTES != incoming.received // limits.FILE_RECORD_BYTES:
+            incoming.save()
         self._answer(driver.session, Kind.FILE_ACK, {"for": preparation.incoming_number, "bytes": incoming.received})
 
     def _file_end(self, driver: _Driver, message: Message) -> None:
@@ -311,6 +343,8 @@ class Worker:
             args = replace_kept(message.body["args"], driver.kept, copy=True)
             kwargs = replace_kept(message.body["kwargs"], driver.kept, copy=True)
             began = time.perf_counter()
+            if "tokens" in message.body:
+                return self._by_tokens(driver, driver.replica, args, kwargs, message.body["tokens"], began)
             output = driver.replica.forward(args, kwargs)
             output = output.to("cpu") if isinstance(output, torch.Tensor) else [part.to("cpu") for part in output]
             seconds = time.perf_counter() - began
@@ -319,6 +353,46 @@ class Worker:
             return {"output": output, "seconds": seconds}
 
         self._jobs.add(_Job(driver.session, message.number, Kind.RESULT, compute))
+
+    # --- token splits ---------------------------------------------------------------------------------------------
+
+    def _exchange_open(self, driver: _Driver, message: Message) -> None:
+        store = bool(message.body["store"])
+
+        def opened() -> dict[str, Any]:
+            return self._tokens.open(driver.replica, store=store)
+
+        self._jobs.add(_Job(driver.session, message.number, Kind.EXCHANGE, opened))
+
+    def _exchange_join(self, driver: _Driver, message: Message) -> None:
+        def joined() -> dict[str, Any]:
+            return self._tokens.join(message.body, driver.replica, self._wanted(driver))
+
+        self._jobs.add(_Job(driver.session, message.number, Kind.EXCHANGE, joined))
+
+    def _by_tokens(
+        self, driver: _Driver, replica: Replica, args: list[Any], kwargs: dict[str, Any], plan: Any, began: float
+    ) -> dict[str, Any]:
+        """Compute this worker's tokens, which go to the other ranks and not into the answer."""
+        waited: list[float] = []
+        check = self._wanted(driver, int(plan["number"]))
+        replica.forward(args, kwargs, lambda model, a, k: waited.append(self._tokens.forward(model, a, k, plan, check)))
+        seconds = time.perf_counter() - began - sum(waited)
+        driver.shares += 1
+        driver.seconds += seconds
+        return {"seconds": seconds}
+
+    def _abandon(self, driver: _Driver, message: Message) -> None:
+        driver.abandoned = max(driver.abandoned, int(message.body["number"]))
+
+    def _wanted(self, driver: _Driver, number: int | None = None) -> Callable[[], None]:
+        """A check that raises Stopped once the driver does not want the running job, or forward `number`, any more."""
+
+        def check() -> None:
+            if self._jobs.cancelled(driver.session) or (number is not None and number <= driver.abandoned):
+                raise Stopped("the driver gave this up")
+
+        return check
 
     def _end(self, driver: _Driver, message: Message) -> None:
         self._release_driver()
@@ -331,6 +405,9 @@ _HANDLERS: dict[Kind, Callable[[Worker, _Driver, Message], None]] = {
     Kind.FILE_CHUNK: Worker._file_chunk,
     Kind.FILE_END: Worker._file_end,
     Kind.FORWARD: Worker._forward,
+    Kind.EXCHANGE_OPEN: Worker._exchange_open,
+    Kind.EXCHANGE_JOIN: Worker._exchange_join,
+    Kind.ABANDON: Worker._abandon,
     Kind.CANCEL: Worker._end,
     Kind.END: Worker._end,
 }
@@ -354,41 +431,27 @@ def say(text: str, *, error: bool = False) -> None:
 class _Job:
     session: bytes
     number: int
-    answer: Kind
+    # None: nothing is answered.
+    answer: Kind | None
     work: Callable[[], dict[str, Any]]
 
 
 class _Jobs:
-    """Runs jobs one after the other in a thread of their own; answers are taken from the serving thread."""
+    """Runs jobs one after the other in a thread of their own, which calls `answer` with what comes of each."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, answer: Callable[[bytes, Kind, dict[str, Any]], None]) -> None:
         self._runtime = runtime
+        self._answer = answer
         # A session's bytes among the jobs mean that none of its jobs follow.
         self._queue: queue.SimpleQueue[_Job | bytes | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[bytes, Kind, dict[str, Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: bytes | None = None
         self._cancelled: set[bytes] = set()
-        endpoint = f"inproc://jobs-{id(self)}"
-        self.done_socket = context.socket(zmq.PULL)
-        self.done_socket.bind(endpoint)
-        self._notify = context.socket(zmq.PUSH)
-        self._notify.connect(endpoint)
         self._thread = threading.Thread(target=self._run, name="monarch-compute", daemon=True)
         self._thread.start()
 
     def add(self, job: _Job) -> None:
         self._queue.put(job)
-
-    def take_answers(self) -> list[tuple[bytes, Kind, dict[str, Any]]]:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self.done_socket.recv(zmq.NOBLOCK)
-        answers = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                answers.append(self._answers.get_nowait())
-        return answers
 
     def cancel(self, session: bytes) -> None:
         """Stop the running job of `session` soon and skip its waiting ones."""
@@ -398,13 +461,17 @@ class _Jobs:
                 self._runtime.interrupt(True)
         self._queue.put(session)
 
+    def cancelled(self, session: bytes) -> bool:
+        """Whether the jobs of `session` are to stop."""
+        with self._lock:
+            return session in self._cancelled
+
     def close(self) -> None:
         with self._lock:
             if self._running is not None:
                 self._runtime.interrupt(True)
         self._queue.put(None)
         self._thread.join()
-        self.done_socket.close(linger=0)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -420,20 +487,18 @@ class _Jobs:
                 self._running = None
                 self._runtime.interrupt(False)
                 cancelled = job.session in self._cancelled
-            if not cancelled:
-                self._answers.put((job.session, kind, {"for": job.number, **body}))
-                self._notify.send(b"")
+            if not cancelled and kind is not None:
+                self._answer(job.session, kind, {"for": job.number, **body})
             # A result may hold the last reference to large tensors.
             del body
-        self._notify.close(linger=0)
 
-    def _outcome(self, job: _Job) -> tuple[Kind, dict[str, Any]]:
+    def _outcome(self, job: _Job) -> tuple[Kind | None, dict[str, Any]]:
         try:
             return job.answer, job.work()
         except BaseException as error:  # ComfyUI's interrupt is a BaseException; a job must not end the worker
             with self._lock:
                 cancelled = job.session in self._cancelled
-            if not cancelled:
+            if not cancelled and not isinstance(error, Stopped):
                 say(traceback.format_exc())
             return Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"[:2000]}
 

@@ -1,46 +1,45 @@
-"""Files whose weights are stored as they are computed: BF16, FP16 and FP32, also mixed.
+"""Weights stored as they are computed: BF16, FP16 and FP32, and rarer floats that ComfyUI casts.
 
 Which dtype ComfyUI then computes in is its decision; memory is what the stored dtype needs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from .header import Header
-from .registry import PLAIN_FORMATS, Findings, FormatHandler, is_layer_weight, plain_findings
+from .layers import Layer
+from .registry import ComputePath, FormatHandler, Kind, Node
 
-# Buffers such as position ids and schedules; every quantised format packs its weights in some other dtype.
-_BUFFER_DTYPES = frozenset({"F64", "I64", "BOOL"})
-_QUANTISATION_KEY = "_quantization_metadata"  # in the header of files that ComfyUI dequantises
+OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class FloatHandler:
-    """A file of plain floats, most of them of one dtype, after which the file is named."""
+    """Weights of one float dtype."""
 
     name: str
-    dtype: str
+    dtypes: frozenset[str]
+    kind: Kind = Kind.PLAIN
 
-    def recognises(self, header: Header) -> bool:
-        return _main_dtype(header) == self.dtype
+    def recognises(self, layer: Layer) -> bool:
+        return layer.unmarked in self.dtypes
 
-    def examine(self, header: Header) -> Findings:
-        return plain_findings(header)
-
-
-def _main_dtype(header: Header) -> str | None:
-    """The float dtype of most weights, or None if the file holds anything that is not a plain float."""
-    if _QUANTISATION_KEY in header.metadata:
+    def fault(self, layer: Layer) -> None:
         return None
-    elements: Counter[str] = Counter()
-    for name, info in header.tensors.items():
-        if info.dtype in PLAIN_FORMATS:
-            elements[info.dtype] += info.elements
-        elif info.dtype not in _BUFFER_DTYPES or is_layer_weight(name, info):
-            return None
-    return max(elements, key=lambda dtype: elements[dtype], default=None)
+
+    def parameters(self, layer: Layer) -> int:
+        return layer.elements
+
+    def compute_path(self, node: Node) -> ComputePath:
+        """See should_use_bf16 and unet_dtype in comfy/model_management.py; a CPU computes in FP32."""
+        if self.name == "fp32" or (self.name == "fp16" and node.capability is not None):
+            return "native"
+        return "native" if self.name == "bf16" and node.has(8) else "dequantised"
 
 
-HANDLERS: tuple[FormatHandler, ...] = tuple(FloatHandler(name, dtype) for dtype, name in PLAIN_FORMATS.items())
+HANDLERS: tuple[FormatHandler, ...] = (
+    FloatHandler("bf16", frozenset({"BF16"})),
+    FloatHandler("fp16", frozenset({"F16"})),
+    FloatHandler("fp32", frozenset({"F32"})),
+    FloatHandler(OTHER, frozenset({"F64", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})),
+)

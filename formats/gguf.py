@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .header import UnreadableFile, display_name, open_regular
+from .registry import FORMATS_READ
 
 MAGIC = b"GGUF"  # first four bytes of every version, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-ALTERNATIVES = "BF16, FP8, NVFP4 or INT8"
 
 _CLASS_MARKS = ("gguf", "ggml")  # GGUFModelPatcher, GGMLOps, GGMLLayer, GGMLTensor and what forks derive from them
 
@@ -46,7 +46,7 @@ def gguf_refusal(path: str | os.PathLike[str] | None = None, patcher: object = N
         subject = f"This {model} model ({type(patcher).__name__}) was loaded from a GGUF file"
     return (
         f"{subject}, and GGUF cannot be split by Monarch. "
-        f"Use a {ALTERNATIVES} safetensors file of the same model instead."
+        f"Use a {FORMATS_READ} safetensors file of the same model instead."
     )
 
 

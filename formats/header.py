@@ -17,7 +17,9 @@ from .header_text import NOT_SAFETENSORS, Malformed, TensorInfo, parse_header_te
 
 __all__ = ["Header", "TensorInfo", "UnreadableFile", "display_name", "open_regular", "read_header"]
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+# The library allows 100 MB, which would take seconds and a gigabyte here. Headers of released models have at most a few
+# hundred kilobytes, and a few megabytes where a workflow or a picture is in the metadata.
+MAX_HEADER_BYTES = 16_000_000
 _LENGTH_FIELD = struct.Struct("<Q")
 
 # What a file that is not safetensors at all usually is, by its first bytes.
@@ -80,7 +82,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
     Format: u64 little-endian length, then that many bytes of JSON, then the data
     (https://github.com/huggingface/safetensors#format). It accepts what the library accepts, except
-    duplicate keys and absurdly long entries. Raises UnreadableFile for anything else.
+    duplicate keys, more than MAX_HEADER_BYTES and absurdly long entries. Raises UnreadableFile for anything else.
     """
     path = Path(path)
     with open_regular(path) as file:

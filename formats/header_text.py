@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-MAX_MEMBERS = 250_000  # tensors, or metadata strings; more than any published model has
+MAX_MEMBERS = 50_000  # tensors, or metadata strings; several times what any published file has
 MAX_ENTRY_CHARS = 4096  # one tensor's {"dtype", "shape", "data_offsets"}
 _U64_MAX = 2**64 - 1
 
@@ -31,6 +31,16 @@ BROKEN_WRITER = "Download it again; if that does not help, the program that wrot
 NOT_SAFETENSORS = "Check that this is a safetensors file, and download it again if it is."
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_SEPARATOR = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
+_USUAL_STRING = re.compile(r'"([^"\\\x00-\x1f]*)"')
+# An entry as the library and most writers write it; a JSON decoder for each would take most of the time.
+_SIZE = r"(?:0|[1-9][0-9]{0,19})"
+_USUAL_ENTRY = re.compile(
+    rf'\{{"dtype": ?"(\w{{1,20}})", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
+    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}',
+    re.ASCII,
+)
 _STRING_DECODER = json.JSONDecoder()
 _T = TypeVar("_T")
 
@@ -101,16 +111,16 @@ def _read_object(
             raise Malformed(f"{where} names {quote(key)} twice")
         if len(found) >= MAX_MEMBERS:
             raise Malformed(f"{where} has more than {MAX_MEMBERS} entries", NOT_SAFETENSORS)
-        pos = _skip(text, pos)
-        if not text.startswith(":", pos):
+        colon = _COLON.match(text, pos)
+        if colon is None:
             raise Malformed(f"{where} is not valid JSON (no colon after {quote(key)})")
-        found[key], pos = read_value(key, _skip(text, pos + 1))
-        pos = _skip(text, pos)
-        if text.startswith("}", pos):
-            return found, pos + 1
-        if not text.startswith(",", pos):
+        found[key], pos = read_value(key, colon.end())
+        separator = _SEPARATOR.match(text, pos)
+        if separator is None:
             raise Malformed(f"{where} is not valid JSON (after {quote(key)})")
-        pos = _skip(text, pos + 1)
+        pos = separator.end()
+        if separator[1] == "}":
+            return found, pos
 
 
 def _read_metadata(text: str, pos: int) -> tuple[dict[str, str], int]:
@@ -121,7 +131,12 @@ def _read_metadata(text: str, pos: int) -> tuple[dict[str, str], int]:
 
 
 def _read_entry(text: str, pos: int, name: str) -> tuple[TensorInfo, int]:
-    label = f"the header entry of tensor {quote(name)}"
+    usual = _USUAL_ENTRY.match(text, pos)
+    if usual is not None:
+        dtype, sizes, begin, end = usual.groups()
+        shape = [int(size) for size in sizes.split(",")] if sizes else []
+        return _tensor_info(dtype, shape, int(begin), int(end), name), usual.end()
+    label = _label(name)
     if not text.startswith("{", pos):
         raise Malformed(f"{label} is not a JSON object")
     end = text.find("}", pos, pos + MAX_ENTRY_CHARS) + 1
@@ -131,10 +146,14 @@ def _read_entry(text: str, pos: int, name: str) -> tuple[TensorInfo, int]:
         entry = _ENTRY_DECODER.decode(text[pos:end])
     except (ValueError, RecursionError):
         raise Malformed(f"{label} is not valid JSON, or names a key twice") from None
-    return _tensor_info(entry, label), end
+    return _tensor_info(*_values(entry, label), name), end
 
 
-def _tensor_info(entry: Mapping[str, object], label: str) -> TensorInfo:
+def _label(name: str) -> str:
+    return f"the header entry of tensor {quote(name)}"
+
+
+def _values(entry: Mapping[str, object], label: str) -> tuple[str, list[int], int, int]:
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise Malformed(f"{label} lacks a dtype, shape or data_offsets of the right type")
@@ -142,22 +161,29 @@ def _tensor_info(entry: Mapping[str, object], label: str) -> TensorInfo:
         raise Malformed(f"{label} has a shape or data_offsets that are not whole numbers")
     if min((*shape, *offsets)) < 0:
         raise Malformed(f"{label} has a negative shape or offset")
-    if offsets[0] > offsets[1]:
-        raise Malformed(f"{label} has data_offsets that end before they begin")
+    return dtype, shape, offsets[0], offsets[1]
+
+
+def _tensor_info(dtype: str, shape: list[int], begin: int, end: int, name: str) -> TensorInfo:
+    if begin > end:
+        raise Malformed(f"{_label(name)} has data_offsets that end before they begin")
     if dtype not in DTYPE_BITS:
         next_step = "Update the pack, or use a file with a dtype that safetensors defines."
-        raise Malformed(f"{label} has the unknown dtype {quote(dtype)}", next_step)
+        raise Malformed(f"{_label(name)} has the unknown dtype {quote(dtype)}", next_step)
     bits = DTYPE_BITS[dtype]
     for size in shape:  # step by step, as the library does: an overflow counts even if a later size is 0
         bits *= size
-        if max(bits, size) > _U64_MAX:
-            raise Malformed(f"{label} has a shape too large for any file")
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise Malformed(f"{label} has {offsets[1] - offsets[0]} bytes, which is not dtype {dtype} times its shape")
-    return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
+        if bits > _U64_MAX or size > _U64_MAX:
+            raise Malformed(f"{_label(name)} has a shape too large for any file")
+    if bits != 8 * (end - begin):
+        raise Malformed(f"{_label(name)} has {end - begin} bytes, which is not dtype {dtype} times its shape")
+    return TensorInfo(dtype, tuple(shape), begin, end)
 
 
 def _read_string(text: str, pos: int, where: str) -> tuple[str, int]:
+    usual = _USUAL_STRING.match(text, pos)
+    if usual is not None:
+        return usual[1], usual.end()
     if not text.startswith('"', pos):
         raise Malformed(f"{where} is not valid JSON (a string was expected)")
     try:

@@ -17,26 +17,32 @@ import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
 from ..distributed.cluster import ConfigurationError, load_configuration
-from ..distributed.replica import describe, forward_replaced, note_file
+from ..distributed.compute_path import dequantised
+from ..distributed.families import find_family
+from ..distributed.replica import describe, forward_replaced, loaded_file, note_file
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
-from ..formats import UnsupportedFile, gguf_refusal, is_gguf_model
+from ..formats import UnsupportedFile, gguf_refusal, is_gguf_model, require_loadable
 
-SPLIT_MODES = ("auto", "rows", "off")
+SPLIT_MODES = ("auto", "rows", "off", "tokens")
 _KEY = "monarch"
 
 
 def attach(model: Any, mode: str, on_report: Callable[[Report], None]) -> Any:
     """A clone of MODEL whose sampling is split as `mode` says (one of SPLIT_MODES); replaces an earlier split.
 
-    `on_report` is called after each run. Raises UnsupportedFile for a MODEL that came from a GGUF file.
+    `on_report` is called after each run. Raises UnsupportedFile for a MODEL from a file that ComfyUI cannot have read
+    rightly: GGUF, a format that it does not know, or a damaged file.
     """
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, _KEY)
     if mode != "off":
         if is_gguf_model(model):
             raise UnsupportedFile(gguf_refusal(patcher=model))
+        path = loaded_file(model)
+        if path is not None:
+            require_loadable(path)
         note_file(model)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _KEY, _SplitSampling(mode, on_report))
     return clone
@@ -67,6 +73,7 @@ class _SplitSampling:
             report.add_reason(str(error))
             self._on_report(report)
             return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        diffusion_model = guider.model_patcher.model.diffusion_model
         session = Session(
             cluster,
             own_versions(Path(comfy.__path__[0]).parent, _comfyui_version()),
@@ -74,10 +81,13 @@ class _SplitSampling:
             lambda: describe(guider.model_patcher),
             check=comfy.model_management.throw_exception_if_processing_interrupted,
             progress=_FileProgress(),
+            dequantised=lambda formats: dequantised(guider.model_patcher.model, formats),
+            model=diffusion_model,
+            family=find_family(diffusion_model),
         )
         try:
             with session, _SplitModel(guider, session, len(cluster.workers) + 1).attached():
-                if _expected_rows(guider, noise) > 1:
+                if session.splits_tokens or _expected_rows(guider, noise) > 1:
                     session.start()
                 return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
 
+from ..distributed.loading import load_checked
 from ..distributed.replica import LOADED_WITH
 from ..formats import require_loadable
 
@@ -51,6 +53,6 @@ class MonarchModelLoader(io.ComfyNode):
             options["dtype"] = torch.float8_e5m2 if weight_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         if weight_dtype == "fp8_e4m3fn_fast":
             options["fp8_optimizations"] = True
-        model = comfy.sd.load_diffusion_model(path, model_options=options)
+        model = load_checked(Path(path), lambda: comfy.sd.load_diffusion_model(path, model_options=options))
         model.set_attachments(LOADED_WITH, (comfy.sd.load_diffusion_model, (path, options)))
         return io.NodeOutput(model)

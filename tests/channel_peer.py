@@ -49,7 +49,7 @@ class Echo:
                 if self.paused.is_set():
                     time.sleep(0.01)
                     continue
-                self.channel.socket.poll(20)
+                self.channel.wait(0.02)
                 for session, message in self.channel.receive():
                     self._take(session, message)
                 for session, hello in list(self._waiting.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def addresses(workers: Any) -> list[str]:
     return [worker.address for worker in workers]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """save(content, name="model.safetensors") -> path of a file with this content."""
+
+    def write(content: bytes, name: str = "model.safetensors") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content)
+        return path
+
+    return write

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT, sample
-from monarch_split.demo.reference_runtime import LOADER
+from monarch_split.demo.reference_runtime import FAMILY, LOADER
 from monarch_split.distributed import session as session_module
 from monarch_split.distributed.cluster import Address, Cluster
 from monarch_split.distributed.files import FileRef, file_digest
@@ -41,6 +41,7 @@ def open_session(
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     describe: Callable[[], Recipe] | None = None,
+    model: ReferenceDiT | None = None,
 ) -> Session:
     workers = tuple(Address(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses))
     return Session(
@@ -50,6 +51,8 @@ def open_session(
         describe or (lambda: recipe),
         check=check,
         progress=progress,
+        model=model,
+        family=FAMILY,
     )
 
 
@@ -89,7 +92,8 @@ def render(
 ) -> tuple[float, Report]:
     """(largest difference to the same render in this process alone, report) of one run."""
     session_how = {name: how.pop(name) for name in ("check", "progress", "describe") if name in how}
-    with open_session(addresses, recipe, mode=mode, **session_how) as session:
+    module = model if isinstance(model, ReferenceDiT) else None
+    with open_session(addresses, recipe, mode=mode, model=module, **session_how) as session:
         split = sample_once(session, model, **how)
     how.pop("on_step", None)
     return difference(split, sample_once(None, model, **how)), session.report

@@ -24,7 +24,7 @@ from monarch_split.distributed.channel import ChannelLost, DriverChannel
 from monarch_split.distributed.messages import Kind
 from monarch_split.tests.channel_peer import Nursery, ask, echo_thread, greeted, next_messages
 
-BIG = limits.INLINE_BYTES * 3
+BIG = limits.INLINE_BYTES + 1000
 SILENCE = 2.0
 MARGIN = 3.0
 

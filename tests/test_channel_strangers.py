@@ -20,7 +20,7 @@ from monarch_split.distributed.codec import encode
 from monarch_split.distributed.messages import Kind, Message
 from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages
 
-BIG = limits.INLINE_BYTES * 3
+BIG = limits.INLINE_BYTES + 1000
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
@@ -147,7 +147,7 @@ def test_a_worker_that_breaks_the_protocol_is_left() -> None:
         echo.paused.set()
         time.sleep(0.1)
         (session,) = echo.channel._sessions
-        echo.channel.socket.send_multipart([session + b"\0", b"nonsense"])
+        echo.channel._sock.send_multipart([session + b"\0", b"nonsense"])
         with pytest.raises(ChannelLost, match=r"127\.0\.0\.1.*broke the protocol"):
             next_messages(channel)
         echo.paused.clear()

@@ -169,7 +169,7 @@ class TestUsage:
         assert cli.main(["--help"]) == 0
         text = capsys.readouterr().out
         assert all(name in text for name in cli.SUBCOMMANDS)
-        assert set(cli.SUBCOMMANDS) == {"demo", "test", "worker"}
+        assert set(cli.SUBCOMMANDS) == {"convert", "demo", "inspect", "test", "worker"}
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["--version"]) == 0

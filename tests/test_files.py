@@ -213,16 +213,49 @@ def test_a_cached_file_that_was_damaged_is_not_used_and_is_replaced(tmp_path: Pa
     assert transfer(cache, path).read_bytes() == path.read_bytes()
 
 
-def test_leftovers_of_a_killed_worker_go_and_another_workers_transfer_stays(tmp_path: Path, cache: FileCache) -> None:
+def test_what_was_never_sent_to_its_end_goes_in_the_end(tmp_path: Path, cache: FileCache) -> None:
     cache.folder.mkdir()
-    stale, fresh = cache.folder / "old.1.part", cache.folder / "new.2.part"
-    stale.touch()
-    fresh.touch()
-    long_ago = time.time() - limits.STALL_TIMEOUT - 60
+    stale, fresh = cache.folder / "old.part", cache.folder / "new.part"
+    for part in (stale, fresh):
+        part.touch()
+        part.with_suffix(".part.json").touch()
+    long_ago = time.time() - limits.FILE_PART_SECONDS - 60
     os.utime(stale, (long_ago, long_ago))
     transfer(cache, write(tmp_path / "model"))
-    assert not stale.exists()
-    assert fresh.exists()
+    assert {path.name for path in cache.folder.glob("*.part*")} == {"new.part", "new.part.json"}
+
+
+def test_parts_make_room_unless_they_are_being_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", 1000)
+    cache = FileCache(tmp_path / "cache", max_bytes=path.stat().st_size + 10)
+    cache.folder.mkdir()
+    parts = [cache.folder / "left.part", cache.folder / "busy.part"]
+    for part, age in zip(parts, (limits.STALL_TIMEOUT + 60, 0), strict=True):
+        part.write_bytes(bytes(100))
+        os.utime(part, (time.time() - age, time.time() - age))
+    transfer(cache, path)
+    assert [part.exists() for part in parts] == [False, True]
+
+
+def test_a_transfer_that_was_left_goes_on_where_it_was(tmp_path: Path, cache: FileCache) -> None:
+    incoming, content = _begin(tmp_path, cache)
+    incoming.write(0, memoryview(content[:700]))
+    incoming.leave()
+    incoming = cache.receive(incoming.ref)
+    assert incoming.received == 700
+    incoming.write(700, memoryview(content[700:]))
+    received = incoming.finish(hashlib.blake2b(content, digest_size=20).hexdigest())
+    assert received.read_bytes() == content
+    assert left_behind(cache) == [received.name]
+
+
+def test_only_one_process_receives_a_file(tmp_path: Path, cache: FileCache) -> None:
+    incoming, _ = _begin(tmp_path, cache)
+    with pytest.raises(OSError, match="is being received there from another driver"):
+        cache.receive(incoming.ref)
+    incoming.leave()
+    cache.receive(incoming.ref).discard()
+    assert left_behind(cache) == []
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,11 @@ class Worker(Process):
         return int(self.address.rpartition(":")[2])
 
     def behave(self, **how: float | str) -> None:
-        """From now on: slow=seconds a forward, build=seconds, noise=amplitude, error=message, in_place=1; or well."""
+        """From now on: slow=seconds a forward, build=seconds, noise=amplitude, error=message, in_place=1; or well.
+
+        at_block=index has slow and error strike at that block rather than before the forward. With slow_block=seconds
+        every block takes that much longer.
+        """
         _write_behaviour(self.cache, how)
 
     def mark(self) -> None:
@@ -104,7 +108,7 @@ class Worker(Process):
         self._seen = len(self.log)
 
     def reached(self, word: str) -> bool:
-        """Whether it printed the line `word` ("build", "forward", "done") since the last mark."""
+        """Whether it printed the line `word` ("build", "forward", "block 0", "done") since the last mark."""
         return word in self.log[self._seen :].splitlines()
 
 
@@ -193,6 +197,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
 
     from monarch_split.demo import reference_runtime
     from monarch_split.distributed.serve import serve
+    from monarch_split.distributed.worker import run_model
 
     def behaviour() -> dict[str, Any]:
         return json.loads((Path(cache) / "behaviour").read_text())
@@ -211,21 +216,44 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
     class TestReplica:
         patched = 0
         device = torch.device("cpu")
+        family = reference_runtime.FAMILY
 
         def __init__(self, runtime: TestRuntime, stock: Any) -> None:
             self._runtime, self._stock = runtime, stock
 
-        def forward(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        def forward(self, args: list[Any], kwargs: dict[str, Any], through: Any = run_model) -> Any:
             print("forward", flush=True)
             how = behaviour()
-            if "error" in how:
-                raise RuntimeError(how["error"])
-            self._runtime._interrupted.wait(how.get("slow", 0))
-            output = self._stock.forward(args, kwargs)
+            if "at_block" not in how:
+                self._strike(how)
+
+            def watched(model: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+                handles = [
+                    block.register_forward_pre_hook(lambda *_, index=index: self._enter(how, index))
+                    for index, block in enumerate(model.blocks)
+                ]
+                try:
+                    return through(model, args, kwargs)
+                finally:
+                    for handle in handles:
+                        handle.remove()
+
+            output = self._stock.forward(args, kwargs, watched)
             if how.get("in_place"):
                 kwargs["context"].zero_()
             print("done", flush=True)
-            return output + how.get("noise", 0) * torch.randn(output.shape)
+            return None if output is None else output + how.get("noise", 0) * torch.randn(output.shape)
+
+        def _enter(self, how: dict[str, Any], index: int) -> None:
+            print(f"block {index}", flush=True)
+            time.sleep(how.get("slow_block", 0))
+            if how.get("at_block") == index:
+                self._strike(how)
+
+        def _strike(self, how: dict[str, Any]) -> None:
+            if "error" in how:
+                raise RuntimeError(how["error"])
+            self._runtime._interrupted.wait(how.get("slow", 0))
 
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))

@@ -69,7 +69,7 @@ def test_the_nodes_are_there_with_ksamplers_inputs_in_ksamplers_order(server: An
     for name, (kind, *_) in stock.items():
         theirs = ours[name][0]
         assert theirs == kind or (theirs == "COMBO" and ours[name][1]["options"] == kind), name
-    assert ours["split"][1]["options"] == ["auto", "rows", "off"]
+    assert ours["split"][1]["options"] == ["auto", "rows", "off", "tokens"]
     loader = server.object_info("MonarchModelLoader")["input"]["required"]
     assert list(loader) == list(server.object_info("UNETLoader")["input"]["required"])
     for node in ("MonarchSampler", "MonarchSplit", "MonarchModelLoader"):

@@ -1,0 +1,182 @@
+"""The exchange of tokens between two processes of this machine, by both engines, against plain TCP; needs no ComfyUI.
+
+python benchmarks/exchange.py [--rounds 40]     writes benchmarks/results/exchange.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    runpy.run_path(str(Path(__file__).resolve().parent.parent / "__main__.py"))["load_pack"]()
+    from monarch_split.benchmarks.exchange import main
+
+    sys.exit(main())
+
+import torch
+import zmq
+
+from ..distributed import limits
+from ..distributed.exchange import Exchange
+from ..distributed.exchange_group import host_store, join_group
+from ..distributed.exchange_link import ExchangeListener, join_as_driver
+
+HOST = "127.0.0.1"
+# Keys of one token of Flux: 24 heads of 128, BF16.
+TOKEN_BYTES = 24 * 128 * 2
+SIZES = (0.1, 1, 8, 32)
+SECRET = bytes(32)
+
+# Sends this rank's tokens and receives as many.
+Operation = Callable[[], None]
+
+
+class PlainTcp:
+    """One connection, both directions at once, a thread for each; the least that has to be done."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._go, self._sent = threading.Semaphore(0), threading.Semaphore(0)
+        self._out = memoryview(b"")
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def _send(self) -> None:
+        while True:
+            self._go.acquire()
+            self._sock.sendall(self._out)
+            self._sent.release()
+
+    def swap(self, out: memoryview, into: memoryview) -> None:
+        self._out = out
+        self._go.release()
+        received = 0
+        while received < into.nbytes:
+            received += self._sock.recv_into(into[received:])
+        self._sent.acquire()
+
+
+def operations(rank: int, tokens: int, tcp: PlainTcp, engines: dict[str, Exchange]) -> dict[str, Operation]:
+    """By name. All work on the same memory, of which two pieces take turns, as in a token split."""
+    buffers = [torch.zeros(2 * tokens, TOKEN_BYTES, dtype=torch.uint8) for _ in range(2)]
+    regions = [[(0, tokens)], [(tokens, 2 * tokens)]]
+
+    def in_turn(operate: Callable[[torch.Tensor], None]) -> Operation:
+        def run() -> None:
+            buffers.append(buffers.pop(0))
+            operate(buffers[0])
+
+        return run
+
+    def swap(buffer: torch.Tensor) -> None:
+        halves = [part.reshape(-1).numpy().data for part in buffer.split(tokens)]
+        tcp.swap(halves[rank], halves[1 - rank])
+
+    def all_gather(exchange: Exchange) -> Operation:
+        return in_turn(lambda buffer: exchange.all_gather([buffer], regions))
+
+    return {"tcp": in_turn(swap), **{name: all_gather(exchange) for name, exchange in engines.items()}}
+
+
+def seconds(operation: Operation) -> float:
+    began = time.perf_counter()
+    operation()
+    return time.perf_counter() - began
+
+
+def measure(rank: int, tcp: PlainTcp, engines: dict[str, Exchange], rounds: int) -> dict[str, Any]:
+    """Both ranks do the same. The ways take turns, so that a machine whose speed drifts favours none of them."""
+    sizes = []
+    for mib in SIZES:
+        tokens = max(1, round(mib * limits.MIB / TOKEN_BYTES))
+        ways = operations(rank, tokens, tcp, engines)
+        for operation in ways.values():
+            for _ in range(3):
+                operation()
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, operation in ways.items():
+                times[name].append(seconds(operation))
+        plain = times.pop("tcp")
+        size: dict[str, Any] = {"bytes": tokens * TOKEN_BYTES, "tcp_gb_per_s": _rate(tokens, plain)}
+        for name, taken in times.items():
+            ratios = [a / b for a, b in zip(plain, taken, strict=True)]
+            size[name] = {"gb_per_s": _rate(tokens, taken), "ratio": statistics.median(ratios)}
+        sizes.append(size)
+    tiny = operations(rank, 1, tcp, engines)
+    times = {name: [] for name in tiny}
+    for _ in range(10 * rounds):
+        for name, operation in tiny.items():
+            times[name].append(seconds(operation))
+    return {"sizes": sizes, "tiny_us": {name: 1e6 * statistics.median(taken) for name, taken in times.items()}}
+
+
+def _rate(tokens: int, taken: list[float]) -> float:
+    return tokens * TOKEN_BYTES / statistics.median(taken) / 1e9
+
+
+def run(rounds: int) -> dict[str, Any]:
+    listening = socket.create_server((HOST, 0))
+    ours, theirs = socket.socketpair()
+    device = torch.device("cpu")
+    child = os.fork()
+    rank = 0 if child else 1
+    if rank == 0:
+        sock, _ = listening.accept()
+        lanes_port, store_port = json.loads(ours.recv(100))
+        lanes = join_as_driver([None, (HOST, lanes_port)], SECRET)
+    else:
+        sock = socket.create_connection(listening.getsockname())
+        listener, store = ExchangeListener(HOST, 0), host_store(HOST)
+        store_port = store.port
+        theirs.sendall(json.dumps([listener.port, store_port]).encode())
+        lanes = listener.join(1, [None, (HOST, listener.port)], SECRET, lambda: None)
+    gloo = join_group("gloo", rank, 2, HOST, store_port, SECRET, device, lambda: None)
+    engines: dict[str, Exchange] = {"lanes": lanes, "gloo": gloo}
+    for engine in engines.values():
+        engine.begin(1)
+    try:
+        return measure(rank, PlainTcp(sock), engines, rounds)
+    finally:
+        if rank == 1:
+            time.sleep(0.5)  # until rank 0 has received the last of it
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40, help="operations of each kind and size")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exchange.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result = run(arguments.rounds)
+    record = {
+        "what": "all-gather between two processes over the loopback, by ZeroMQ lanes and by Gloo, against plain TCP",
+        "gb_per_s": "per rank and direction; both directions at once",
+        "ratio": "median of the ratios of neighbouring operations, time of plain TCP / time of the engine",
+        "tiny_us": f"median time of an operation of {TOKEN_BYTES} bytes",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "torch": torch.__version__,
+        "zmq": zmq.zmq_version(),
+        "chunk_bytes": limits.EXCHANGE_CHUNK_BYTES,
+        "lanes": limits.EXCHANGE_LANES,
+        "result": result,
+    }
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return 0

@@ -1,0 +1,154 @@
+"""Joins the ranks of a token split over ZeroMQ: who listens, who connects, and how a rank proves which one it is.
+
+Every worker listens behind one port; each rank connects to the ranks above it, so that nobody connects to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import zmq
+
+from . import limits
+from .channel import configure, endpoint
+from .exchange import Exchange, ExchangeFailed, Lane, LaneExchange
+from .outputs import synchronize
+
+_GREETING = b"exchange"
+# A rank that is joined sooner sends at most a tiny operation and waits.
+_MAX_ARRIVED = 256
+SECRET_BYTES = 32
+
+
+class ExchangeListener:
+    """A worker's port for exchanges. Used by one thread at a time; lives as long as the worker."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listen on `port`, or on any free one if it is taken. Raises zmq.ZMQError if `host` cannot be bound."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
+        self._sock = self._context.socket(zmq.ROUTER)
+        configure(self._sock)
+        self._sock.set(zmq.SNDHWM, 0)
+        try:
+            try:
+                self._sock.bind(endpoint(host, port))
+            except zmq.ZMQError:
+                self._sock.bind(endpoint(host, 0))
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.port = int(self._sock.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def close(self) -> None:
+        self._sock.close(linger=0)
+        self._context.term()
+
+    def join(
+        self, rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes, check: Callable[[], None]
+    ) -> LaneExchange:
+        """Become `rank` among ranks at `addresses`, None for the driver. Raises ExchangeFailed if one does not come."""
+        lower = {_identity(secret, peer, lane): peer for peer in range(rank) for lane in range(limits.EXCHANGE_LANES)}
+        context, lanes = _connect(rank, addresses, secret)
+        try:
+            for identity, peer in lower.items():
+                lanes.setdefault(peer, []).append(Lane(self._sock, (identity,)))
+            arrived = self._await(set(lower), check)
+        except BaseException:
+            _close(context, lanes, self._sock)
+            raise
+        return LaneExchange(rank, lanes, lower, lambda: _close(context, lanes, self._sock), arrived)
+
+    def _await(self, identities: set[bytes], check: Callable[[], None]) -> list[list[zmq.Frame]]:
+        """Wait until all these have greeted. Returns what ranks that were joined sooner have sent meanwhile."""
+        deadline = time.monotonic() + limits.EXCHANGE_JOIN_TIMEOUT
+        arrived: list[list[zmq.Frame]] = []
+        while identities:
+            check()
+            if time.monotonic() > deadline:
+                raise ExchangeFailed("the machines did not find each other for the exchange of tokens")
+            if self._sock.poll(int(limits.POLL_SECONDS * 1000)):
+                frames = self._sock.recv_multipart(copy=False)
+                if [frame.bytes for frame in frames[1:]] == [_GREETING]:
+                    identities.discard(frames[0].bytes)
+                elif len(arrived) < _MAX_ARRIVED:
+                    arrived.append(frames)
+        return arrived
+
+
+def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes) -> LaneExchange:
+    """Connect rank 0 to the workers at `addresses`, whose first entry is None. Connecting goes on in the background."""
+    context, lanes = _connect(0, addresses, secret)
+    return LaneExchange(0, lanes, {}, lambda: _close(context, lanes, None))
+
+
+def _connect(
+    rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes
+) -> tuple[zmq.Context[zmq.Socket[bytes]], dict[int, list[Lane]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
+    lanes: dict[int, list[Lane]] = {}
+    for peer in range(rank + 1, len(addresses)):
+        address = addresses[peer]
+        if address is None:
+            raise ExchangeFailed("a machine of the token split has no address")
+        for lane in range(limits.EXCHANGE_LANES):
+            sock = context.socket(zmq.DEALER)
+            configure(sock)
+            # What waits to be sent is the caller's own memory; a limit would only let two ranks wait for each other.
+            sock.set(zmq.SNDHWM, 0)
+            sock.set(zmq.IDENTITY, _identity(secret, rank, lane))
+            # Each lane has an I/O thread of its own.
+            sock.set(zmq.AFFINITY, 1 << lane)
+            _connect_lane(sock, endpoint(*address))
+            sock.send(_GREETING)
+            lanes.setdefault(peer, []).append(Lane(sock))
+    return context, lanes
+
+
+def _connect_lane(sock: zmq.Socket[bytes], address: str) -> None:
+    """Connect, and give it a moment to get there; it goes on in the background.
+
+    The other side's socket gives each connection to the I/O thread with the fewest. Those that came at once would all
+    go to the same.
+    """
+    monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    sock.connect(address)
+    monitor.poll(int(limits.POLL_SECONDS * 1000))
+    sock.disable_monitor()
+    monitor.close(linger=0)
+
+
+def _identity(secret: bytes, rank: int, lane: int) -> bytes:
+    """What a rank calls itself on a lane. Only who was told the secret knows it."""
+    return b"X" + hashlib.blake2b(f"{rank}/{lane}".encode(), key=secret, digest_size=31).digest()
+
+
+def _close(
+    context: zmq.Context[zmq.Socket[bytes]], lanes: dict[int, list[Lane]], shared: zmq.Socket[bytes] | None
+) -> None:
+    for ways in lanes.values():
+        for lane in ways:
+            if lane.socket is not shared:
+                with contextlib.suppress(zmq.ZMQError):
+                    lane.socket.close(linger=0)
+    context.term()
+
+
+def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
+    """Try a new exchange of tensors on `device`; every rank does so at once.
+
+    Returns (seconds of a tiny operation, bytes per second that come in while as many go out).
+    """
+    exchange.begin(0)
+    trips, rates = [], []
+    for size, seconds in ((1, trips), (1, trips), (1, trips), (limits.EXCHANGE_PROBE_BYTES, rates)) * 2:
+        buffer = torch.zeros(exchange.size, size, dtype=torch.uint8, device=device)
+        synchronize(buffer)
+        began = time.perf_counter()
+        exchange.all_gather([buffer], [[(rank, rank + 1)] for rank in range(exchange.size)])
+        synchronize(buffer)
+        seconds.append(time.perf_counter() - began)
+    return min(trips), limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / min(rates)

@@ -1,0 +1,25 @@
+"""HunyuanVideo, HunyuanVideo 1.5 (no single blocks) and HunyuanImage: Flux's blocks over text and video tokens.
+
+Text has been refined before the blocks, and has byT5 and vision tokens in it. A reference latent is in front of the
+video. The mask is [1, 1, text + video]: one row for all queries, with every key already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..layout import Layout
+from . import Family
+from .flux import CONTROL, IMAGE, JOINT, Slices, flux_blocks, image_slices, own_slices
+
+
+def _joint_slices(value: Slices | None, layout: Layout, _: Mapping[str, Any]) -> Any:
+    """modulation_dims of single blocks with a guiding frame: the same numbers as for the video alone.
+
+    The stock forward does not add the text's length, so the first tokens of text and video together count as the frame.
+    """
+    return value and own_slices(value, layout, JOINT)
+
+
+FAMILIES = {"HunyuanVideo": Family(flux_blocks(image_slices, _joint_slices), result=IMAGE, control=CONTROL)}

@@ -1,0 +1,210 @@
+"""A row split by tokens over real worker processes: exact, and a lost worker costs at most one forward."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from monarch_split.demo.reference import ReferenceConfig, ReferenceDiT
+from monarch_split.demo.reference_runtime import write_reference_model
+from monarch_split.distributed import limits, split_tokens
+from monarch_split.distributed.recipe import Recipe
+from monarch_split.tests.driving import SAME, Stopped, forget, open_session, render, sample_once
+from monarch_split.tests.worker_process import Forge, Worker, ended, until
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.timeout(60),
+]
+
+NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 2.0
+DEEP = ReferenceConfig(depth=3)
+
+
+@pytest.fixture(scope="module")
+def deep() -> ReferenceDiT:
+    return ReferenceDiT(DEEP)
+
+
+@pytest.fixture(scope="module")
+def deep_recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return write_reference_model(DEEP, tmp_path_factory.mktemp("model") / "deep.safetensors")
+
+
+@pytest.fixture
+def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    forget(monkeypatch)
+    made = forge.worker()
+    with ended(made):
+        yield made
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("cfg", "batch", "size"), [(1.0, 1, 64), (1.0, 1, 80), (4.0, 1, 48), (1.0, 3, 112)])
+def test_tokens_over_two_to_four_machines_give_the_same_latent(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT, count: int, cfg: float, batch: int, size: int
+) -> None:
+    addresses = [worker.address for worker in workers[:count]]
+    worst, report = render(addresses, recipe, model, mode="tokens", cfg=cfg, batch=batch, size=size, steps=4)
+    assert worst <= SAME
+    assert (report.split, report.forwards_split, report.forwards) == ("tokens", 3, 4), report.line()
+    assert len(report.tokens) == count + 1
+    assert sum(report.tokens.values()) == pytest.approx(1.0)
+    assert not report.events, report.line()
+
+
+def test_a_slower_worker_gets_fewer_tokens(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:
+    worker.behave(slow_block=0.05)
+    worst, report = render([worker.address], recipe, model, mode="tokens", cfg=1.0, size=160, steps=8)
+    assert worst <= SAME
+    assert report.split == "tokens", report.line()
+    assert 0 < report.tokens["w"] < 0.45, report.line()
+
+
+def test_a_worker_that_computes_something_else_is_found_out_by_the_first_forward(
+    worker: Worker, deep_recipe: Recipe, model: ReferenceDiT
+) -> None:
+    # The same sizes and another number of blocks: nothing but the result, or the order of what is swapped, tells.
+    other = ReferenceDiT(ReferenceConfig(depth=DEEP.depth, weight_seed=5))
+    worst, report = render([worker.address], deep_recipe, other, mode="tokens", cfg=1.0)
+    assert worst <= SAME
+    assert report.forwards_split == 0
+    assert "compute something else" in report.line()
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_worker_lost_within_an_exchange_costs_one_forward_and_serves_the_next_run(
+    forge: Forge, worker: Worker, deep_recipe: Recipe, deep: ReferenceDiT, how: str, block: int
+) -> None:
+    armed: list[bool] = []
+    struck: list[float] = []
+
+    def check() -> None:
+        if armed and not struck and worker.reached(f"block {block}") and _slow(worker):
+            getattr(worker, how)()
+            struck.append(time.monotonic())
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            worker.mark()
+            worker.behave(slow=20, at_block=block)
+            armed.append(True)
+
+    worst, report = render(
+        [worker.address], deep_recipe, deep, mode="tokens", cfg=1.0, steps=5, check=check, on_step=on_step
+    )
+    assert worst <= SAME
+    assert struck
+    assert time.monotonic() - struck[0] < NOTICED
+    assert (report.forwards, report.forwards_split) == (5, 1), report.line()
+    assert worker.address in report.line()
+    worker.kill()
+    with ended(forge.worker(port=worker.port, cache=worker.cache)):
+        worst, report = render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0)
+    assert worst <= SAME
+    assert report.forwards_split == 2, report.line()
+
+
+def _slow(worker: Worker) -> bool:
+    """Give it the moment between printing that it has reached a block and beginning to wait there."""
+    time.sleep(0.05)
+    return worker.exit_status is None
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_an_interrupt_within_an_exchange_stops_both_sides(
+    worker: Worker, deep_recipe: Recipe, deep: ReferenceDiT, block: int
+) -> None:
+    def check() -> None:
+        if worker.reached(f"block {block}"):
+            raise Stopped
+
+    render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0)
+    worker.mark()
+    worker.behave(slow=20, at_block=block)
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0, check=check)
+    assert time.monotonic() - began < 2
+    worker.behave()
+    worst, report = render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0)
+    assert time.monotonic() - began < 6
+    assert worst <= SAME
+    assert report.forwards_split == 3, report.line()
+
+
+def test_an_error_of_the_worker_within_a_forward_is_told_and_costs_one_forward(
+    worker: Worker, deep_recipe: Recipe, deep: ReferenceDiT
+) -> None:
+    def on_step(step: int) -> None:
+        if step == 2:
+            worker.behave(error="no memory left", at_block=1)
+
+    worst, report = render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0, steps=4, on_step=on_step)
+    assert worst <= SAME
+    assert report.forwards_split == 1
+    assert "w: RuntimeError: no memory left" in report.line()
+
+
+def test_of_two_workers_the_one_that_is_left_goes_on_by_tokens(
+    forge: Forge, worker: Worker, deep_recipe: Recipe, deep: ReferenceDiT
+) -> None:
+    def on_step(step: int) -> None:
+        if step == 2:
+            other.kill()
+
+    with ended(other := forge.worker("other")):
+        worst, report = render(
+            [worker.address, other.address], deep_recipe, deep, mode="tokens", cfg=1.0, steps=6, on_step=on_step
+        )
+    assert worst <= SAME
+    assert set(report.tokens) == {"this machine", "w"}, report.line()
+    assert report.forwards_split >= 3, report.line()
+
+
+def test_over_a_slow_link_auto_does_not_even_begin(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = split_tokens.probe
+
+    def slow(*exchange: Any) -> tuple[float, float]:
+        trip, _ = stock(*exchange)
+        return trip, 1e4
+
+    monkeypatch.setattr(split_tokens, "probe", slow)
+    # `auto` does not wait for a worker that still loads.
+    worst, report = render(
+        [worker.address], recipe, model, mode="auto", cfg=1.0, steps=5, on_step=lambda _: time.sleep(0.3)
+    )
+    assert worst == 0
+    assert report.forwards_split == 0
+    assert "would not be faster over this link" in report.line()
+
+
+def test_rows_mode_never_splits_tokens(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:
+    worst, report = render([worker.address], recipe, model, mode="rows", cfg=1.0)
+    assert worst == 0
+    assert report.forwards_split == 0
+    assert "nothing to split by rows" in report.line()
+
+
+def test_many_runs_leave_nothing_behind(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:
+    def one(size: int) -> None:
+        with open_session([worker.address], recipe, mode="tokens", model=model) as session:
+            sample_once(session, model, cfg=1.0, size=size)
+        assert session.report.split == "tokens", session.report.line()
+
+    for size in (64, 96):
+        one(size)
+    before = worker.resources()
+    for turn in range(16):
+        one(64 + 32 * (turn % 2))
+    until(lambda: worker.resources()[0] <= before[0] + 1, "the worker to close its files")
+    files, threads, _ = worker.resources()
+    assert files <= before[0] + 1
+    assert threads <= before[1] + 1
