@@ -1,6 +1,7 @@
 """The exchange of tokens between two processes of this machine, by both engines, against plain TCP; needs no ComfyUI.
 
 python benchmarks/exchange.py [--rounds 40]     writes benchmarks/results/exchange.json
+python benchmarks/exchange.py --gpus            between two GPUs; writes benchmarks/results/gpu_exchange.json
 """
 
 from __future__ import annotations
@@ -69,15 +70,20 @@ class PlainTcp:
         self._sent.acquire()
 
 
-def operations(rank: int, tokens: int, tcp: PlainTcp, engines: dict[str, Exchange]) -> dict[str, Operation]:
-    """By name. All work on the same memory, of which two pieces take turns, as in a token split."""
-    buffers = [torch.zeros(2 * tokens, TOKEN_BYTES, dtype=torch.uint8) for _ in range(2)]
+def operations(
+    rank: int, tokens: int, tcp: PlainTcp, engines: dict[str, Exchange], device: torch.device
+) -> dict[str, Operation]:
+    """By name: plain TCP from memory of the CPU, engines on `device`. Two buffers take turns, as in a token split."""
     regions = [[(0, tokens)], [(tokens, 2 * tokens)]]
 
-    def in_turn(operate: Callable[[torch.Tensor], None]) -> Operation:
+    def in_turn(operate: Callable[[torch.Tensor], None], device: torch.device) -> Operation:
+        buffers = [torch.zeros(2 * tokens, TOKEN_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+
         def run() -> None:
             buffers.append(buffers.pop(0))
             operate(buffers[0])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
         return run
 
@@ -86,9 +92,10 @@ def operations(rank: int, tokens: int, tcp: PlainTcp, engines: dict[str, Exchang
         tcp.swap(halves[rank], halves[1 - rank])
 
     def all_gather(exchange: Exchange) -> Operation:
-        return in_turn(lambda buffer: exchange.all_gather([buffer], regions))
+        return in_turn(lambda buffer: exchange.all_gather([buffer], regions), device)
 
-    return {"tcp": in_turn(swap), **{name: all_gather(exchange) for name, exchange in engines.items()}}
+    ways = {name: all_gather(exchange) for name, exchange in engines.items()}
+    return {"tcp": in_turn(swap, torch.device("cpu")), **ways}
 
 
 def seconds(operation: Operation) -> float:
@@ -97,12 +104,14 @@ def seconds(operation: Operation) -> float:
     return time.perf_counter() - began
 
 
-def measure(rank: int, tcp: PlainTcp, engines: dict[str, Exchange], rounds: int) -> dict[str, Any]:
+def measure(
+    rank: int, tcp: PlainTcp, engines: dict[str, Exchange], device: torch.device, rounds: int
+) -> dict[str, Any]:
     """Both ranks do the same. The ways take turns, so that a machine whose speed drifts favours none of them."""
     sizes = []
     for mib in SIZES:
         tokens = max(1, round(mib * limits.MIB / TOKEN_BYTES))
-        ways = operations(rank, tokens, tcp, engines)
+        ways = operations(rank, tokens, tcp, engines, device)
         for operation in ways.values():
             for _ in range(3):
                 operation()
@@ -116,7 +125,7 @@ def measure(rank: int, tcp: PlainTcp, engines: dict[str, Exchange], rounds: int)
             ratios = [a / b for a, b in zip(plain, taken, strict=True)]
             size[name] = {"gb_per_s": _rate(tokens, taken), "ratio": statistics.median(ratios)}
         sizes.append(size)
-    tiny = operations(rank, 1, tcp, engines)
+    tiny = operations(rank, 1, tcp, engines, device)
     times = {name: [] for name in tiny}
     for _ in range(10 * rounds):
         for name, operation in tiny.items():
@@ -128,12 +137,17 @@ def _rate(tokens: int, taken: list[float]) -> float:
     return tokens * TOKEN_BYTES / statistics.median(taken) / 1e9
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(gpus: bool, rounds: int) -> dict[str, Any]:
     listening = socket.create_server((HOST, 0))
     ours, theirs = socket.socketpair()
-    device = torch.device("cpu")
     child = os.fork()
     rank = 0 if child else 1
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    backend = "nccl" if gpus else "gloo"
+    if gpus:
+        torch.cuda.set_device(device)
+    # A process that has loaded a model has freed blocks of this size, after which malloc keeps what it is given back.
+    torch.ones(31 * limits.MIB, dtype=torch.uint8)
     if rank == 0:
         sock, _ = listening.accept()
         lanes_port, store_port = json.loads(ours.recv(100))
@@ -144,12 +158,12 @@ def run(rounds: int) -> dict[str, Any]:
         store_port = store.port
         theirs.sendall(json.dumps([listener.port, store_port]).encode())
         lanes = listener.join(1, [None, (HOST, listener.port)], SECRET, lambda: None)
-    gloo = join_group("gloo", rank, 2, HOST, store_port, SECRET, device, lambda: None)
-    engines: dict[str, Exchange] = {"lanes": lanes, "gloo": gloo}
+    group = join_group(backend, rank, 2, HOST, store_port, SECRET, device, lambda: None)
+    engines: dict[str, Exchange] = {"lanes": lanes, backend: group}
     for engine in engines.values():
         engine.begin(1)
     try:
-        return measure(rank, PlainTcp(sock), engines, rounds)
+        return measure(rank, PlainTcp(sock), engines, device, rounds)
     finally:
         if rank == 1:
             time.sleep(0.5)  # until rank 0 has received the last of it
@@ -160,23 +174,27 @@ def run(rounds: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="operations of each kind and size")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exchange.json")
+    parser.add_argument("--gpus", action="store_true", help="exchange between two GPUs, over NCCL in place of Gloo")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    result = run(arguments.rounds)
+    result = run(arguments.gpus, arguments.rounds)
     record = {
-        "what": "all-gather between two processes over the loopback, by ZeroMQ lanes and by Gloo, against plain TCP",
+        "what": "all-gather between two processes of one machine, by ZeroMQ lanes and by a process group of torch "
+        "(Gloo on CPUs, NCCL on GPUs), against plain TCP over the loopback",
         "gb_per_s": "per rank and direction; both directions at once",
         "ratio": "median of the ratios of neighbouring operations, time of plain TCP / time of the engine",
         "tiny_us": f"median time of an operation of {TOKEN_BYTES} bytes",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "gpu": torch.cuda.get_device_name() if arguments.gpus else None,
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),
-        "chunk_bytes": limits.EXCHANGE_CHUNK_BYTES,
         "lanes": limits.EXCHANGE_LANES,
         "result": result,
     }
-    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    name = "gpu_exchange.json" if arguments.gpus else "exchange.json"
+    out = arguments.out or Path(__file__).parent / "results" / name
+    out.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     return 0

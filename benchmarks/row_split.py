@@ -10,9 +10,11 @@ import json
 import os
 import platform
 import runpy
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
 from ..distributed.cluster import Cluster, parse_address
 from ..distributed.report import Report
-from ..distributed.session import Session
+from ..distributed.session import DRIVER, Session
 from ..distributed.versions import own_versions
 
 # cond + uncond of one image of 512 x 512 pixels, as CFG asks for them in every step.
 ROWS, SIDE, TOKENS = 2, 64, 77
+LATENT_BYTES = DEMO.channels * SIDE * SIDE * 4
 
 
 def inputs(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -50,6 +53,23 @@ def seconds(call: Any) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def plain_tcp_rate(nbytes: int = 64 << 20) -> float:
+    """Bytes per second that a plain TCP connection of the loopback carries, from one thread to another."""
+    data, buffer, rates = bytes(nbytes), memoryview(bytearray(nbytes)), []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            for _ in range(7):
+                thread = threading.Thread(target=sender.sendall, args=(data,))
+                began, received = time.perf_counter(), 0
+                thread.start()
+                while received < nbytes:
+                    received += receiver.recv_into(buffer[received:])
+                rates.append(nbytes / (time.perf_counter() - began))
+                thread.join()
+    return statistics.median(rates)
 
 
 def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]:
@@ -71,6 +91,9 @@ def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]
             slower.append(report.busy_seconds - busy)
             overhead.append(split[-1] - slower[-1])
     ratios = [a / s for a, s in zip(alone, split, strict=True)]
+    elsewhere = sum(count for node, count in report.rows.items() if node != DRIVER)
+    bytes_per_step, rate = 2 * elsewhere * LATENT_BYTES, plain_tcp_rate()
+    overhead_ms = 1000 * statistics.median(overhead)
     return {
         "steps": steps,
         "alone_s": statistics.median(alone),
@@ -80,8 +103,11 @@ def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
-        "overhead_ms": 1000 * statistics.median(overhead),
+        "overhead_ms": overhead_ms,
+        "overhead_beyond_bytes_ms": overhead_ms - 1000 * bytes_per_step / rate,
         "overhead_ms_max": 1000 * max(overhead),
+        "bytes_per_step": bytes_per_step,
+        "tcp_gb_per_s": rate / 1e9,
         "max_abs_diff": (output - whole).abs().max().item(),
         "forwards": report.forwards,
         "forwards_split": report.forwards_split,
@@ -108,10 +134,11 @@ def main() -> int:
         "ratio": "median of the ratios of neighbouring runs, alone / split",
         "one_row_s, slower_node_s": "one row on an otherwise idle machine, and while both processes compute one",
         "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
+        "overhead_beyond_bytes_ms": "without what the latents take at the rate of plain TCP over this loopback",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
         "torch": torch.__version__,
-        "latent_bytes_per_row": DEMO.channels * SIDE * SIDE * 4,
+        "latent_bytes_per_row": LATENT_BYTES,
         "result": result,
     }
     arguments.out.write_text(json.dumps(record, indent=2) + "\n")

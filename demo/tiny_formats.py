@@ -67,7 +67,7 @@ def quantise(
 
 
 def quantisable(weights: _Weights) -> list[str]:
-    """Names of the linear layers that quantised releases store in fewer bits: those of the blocks, without modulation."""
+    """Names of the linear layers that quantised releases store in fewer bits: in blocks, and not for modulation."""
     return [
         key.removesuffix(".weight")
         for key, weight in weights.items()

@@ -134,7 +134,7 @@ class DriverChannel:
     def __init__(self, host: str, port: int, lanes: int = limits.DATA_LANES) -> None:
         """Connect to a worker. Raises ChannelLost with the cause if nothing accepts a connection there."""
         self.address = f"{host}:{port}"
-        reached = _reach(host, port, self.address)
+        reached = reach(host, port, self.address)
         self.lanes = lanes
         self.lost: str | None = None
         self.sent_bytes = 0
@@ -291,7 +291,7 @@ def endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _reach(host: str, port: int, address: str) -> str:
+def reach(host: str, port: int, address: str) -> str:
     """The IP address of `host` that accepts connections. Raises ChannelLost with the operating system's word.
 
     ZeroMQ connects in the background, says little, and tries only the first address of a name.

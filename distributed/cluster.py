@@ -50,6 +50,8 @@ class Address:
 
 # lanes: ZeroMQ. nccl and gloo: torch.distributed, between GPUs and between CPUs. auto: the fastest that is possible.
 EXCHANGES = ("auto", "lanes", "nccl", "gloo")
+# off: the order of the stock forward, bit for bit. auto: off as long as the link is fast enough for that not to matter.
+OVERLAPS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Cluster:
     trusted_link: bool = False
     # What tokens are exchanged over: one of EXCHANGES.
     exchange: str = "auto"
+    # Whether attention begins before the others' tokens are here: one of OVERLAPS.
+    overlap: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def load_configuration(path: Path | None = None) -> Configuration:
 
 
 def _cluster(file: Path, name: str, table: Any) -> Cluster:
-    known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange"}
+    known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange", "overlap"}
     if not isinstance(table, dict) or not isinstance(table.get("workers"), list):
         raise ConfigurationError(f'{file}: cluster {name!r} needs a list, such as workers = ["127.0.0.1:7690"].')
     unknown = sorted(set(table) - known)
@@ -140,14 +144,13 @@ def _cluster(file: Path, name: str, table: Any) -> Cluster:
     for key, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{file}: {key} of cluster {name!r} is true or false.")
-    exchange = table.get("exchange", "auto")
-    if exchange not in EXCHANGES:
-        raise ConfigurationError(f"{file}: exchange of cluster {name!r} is one of {', '.join(EXCHANGES)}.")
-    prefer = table.get("prefer", "exact")
-    if prefer not in ("exact", "speed"):
-        raise ConfigurationError(f'{file}: prefer of cluster {name!r} is "exact" or "speed".')
+    choices = {"exchange": EXCHANGES, "overlap": OVERLAPS, "prefer": ("exact", "speed")}
+    chosen = {key: table.get(key, values[0]) for key, values in choices.items()}
+    for key, value in chosen.items():
+        if value not in choices[key]:
+            raise ConfigurationError(f"{file}: {key} of cluster {name!r} is one of {', '.join(choices[key])}.")
     workers = tuple(parse_address(file, item) for item in table["workers"])
-    return Cluster(name, workers, prefer=prefer, exchange=exchange, **flags)
+    return Cluster(name, workers, **chosen, **flags)
 
 
 def parse_address(file: Path | str, text: Any) -> Address:

@@ -54,6 +54,13 @@ class Exchange(Protocol):
         """
         ...
 
+    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
+        """Begin an all_gather; what is returned ends it. Nothing else may be exchanged meanwhile.
+
+        Each rank may have its regions in places of its own, as long as their sizes and their order are the same.
+        """
+        ...
+
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
         """The same, but only rank 0 gets the other ranks' regions. The others may reuse their buffers afterwards."""
         ...
@@ -134,30 +141,37 @@ class LaneExchange:
         agree_through(lambda table, regions: self.all_gather([table], regions), self.rank, self.size, plan)
 
     def all_gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
+        self.start(buffers, regions)()
+
+    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._run(buffers, regions, others, others)
+        return self._start(buffers, regions, others, others)
 
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
         if self.rank == 0:
-            self._run(buffers, regions, [], list(range(1, self.size)))
+            self._start(buffers, regions, [], list(range(1, self.size)))()
         else:
-            self._run(buffers, regions, [0], [])
+            self._start(buffers, regions, [0], [])()
 
     def close(self) -> None:
         self._close()
 
     # --- one operation --------------------------------------------------------------------------------------------
 
-    def _run(
+    def _start(
         self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]], to: list[int], of: list[int]
-    ) -> None:
+    ) -> Callable[[], None]:
         self._operation += 1
         memories = [self._memory(index, buffer) for index, buffer in enumerate(buffers)]
         if to:
             self._send(self._chunks(memories, regions[self.rank]), to)
-        began = time.perf_counter()
-        self._receive({rank: self._chunks(memories, regions[rank]) for rank in of})
-        self.waiting += time.perf_counter() - began
+
+        def finish() -> None:
+            began = time.perf_counter()
+            self._receive({rank: self._chunks(memories, regions[rank]) for rank in of})
+            self.waiting += time.perf_counter() - began
+
+        return finish
 
     def _memory(self, index: int, buffer: torch.Tensor) -> _Memory:
         """The memory that the network reads and writes for a buffer: its own on a CPU, else a staging buffer.
@@ -176,12 +190,13 @@ class LaneExchange:
         return _Memory(held.numpy().data, row, held, own)
 
     def _chunks(self, memories: list[_Memory], spans: Sequence[Span]) -> list[_Chunk]:
-        """The parts of what one rank gives, cut alike on every rank: one for each lane, if they are neither too small
-        for what a message costs, nor so large that the receiver cannot copy one while the next is on its way.
+        """What one rank gives, cut alike on every rank: a part for each lane, unless they would be so small that
+        messages cost more than they save, or so large that nobody copies one while the next is on its way.
         """
         total = sum((last - first) * memory.row for memory in memories for first, last in spans)
         lanes = len(next(iter(self._lanes.values())))
-        size = min(max(-(-total // lanes), limits.EXCHANGE_MIN_CHUNK_BYTES), limits.EXCHANGE_CHUNK_BYTES)
+        parts = max(1, min(lanes, total // limits.EXCHANGE_MIN_CHUNK_BYTES))
+        size = max(1, min(-(-total // parts), limits.EXCHANGE_CHUNK_BYTES))
         return [
             _Chunk(memory, start, min(start + size, last * memory.row))
             for memory in memories

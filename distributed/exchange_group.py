@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -39,7 +39,9 @@ class _Carrier(Protocol):
 
     waiting: float
 
-    def carry(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> None: ...
+    def start(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> Callable[[], None]:
+        """Begin to move messages; what is returned ends that."""
+        ...
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until everything that was carried is in place."""
@@ -69,7 +71,11 @@ def host_store(host: str) -> TCPStore:
     # Left to itself, the store listens on every interface.
     with socket.create_server(address[:2], family=family) as listening:
         port = listening.getsockname()[1]
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        listening_fd = listening.detach()
+    # With libuv, older versions of torch take no socket.
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening_fd, use_libuv=False
+    )
 
 
 def join_group(
@@ -143,14 +149,17 @@ class GroupExchange:
         agree_through(lambda table, regions: self.all_gather([table], regions), self.rank, self.size, plan)
 
     def all_gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
+        self.start(buffers, regions)()
+
+    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._run(buffers, regions, others, others)
+        return self._start(buffers, regions, others, others)
 
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
         if self.rank == 0:
-            self._run(buffers, regions, [], list(range(1, self.size)), last=True)
+            self._start(buffers, regions, [], list(range(1, self.size)), last=True)()
         else:
-            self._run(buffers, regions, [0], [], last=True)
+            self._start(buffers, regions, [0], [], last=True)()
 
     def close(self) -> None:
         """End what is under way, on the GPU too, and leave the group. Any thread may call this, more than once."""
@@ -171,7 +180,7 @@ class GroupExchange:
         if not self._is_open:
             raise ExchangeFailed("the machines have left the process group of the token split; they have to join again")
 
-    def _run(
+    def _start(
         self,
         buffers: Sequence[torch.Tensor],
         regions: Sequence[Sequence[Span]],
@@ -179,7 +188,7 @@ class GroupExchange:
         of: list[int],
         *,
         last: bool = False,
-    ) -> None:
+    ) -> Callable[[], None]:
         self._require_open()
         self._operation += 1
         carrier = self._carriers[0 if buffers[0].device.type == "cpu" else -1]
@@ -188,21 +197,32 @@ class GroupExchange:
         receives = [(rank, piece) for rank in of for piece in _pieces(buffers, regions[rank])]
         # A late message of another forward cannot be taken for one of this.
         tag = (self._forward * _TAGS_PER_FORWARD + self._operation) % _TAGS
+        with self._closed_on_failure():
+            end = carrier.start(sends, receives, tag, self.check)
+
+        def finish() -> None:
+            with self._closed_on_failure():
+                end()
+                if last:
+                    # What comes after may wait for the GPU in ways that look at no `check`.
+                    carrier.finish(self.check)
+            self._require_open()
+            self.waiting = sum(carrier.waiting for carrier in self._carriers)
+            self.sent_bytes += sum(piece.numel() for _, piece in sends)
+            self.received_bytes += sum(piece.numel() for _, piece in receives)
+
+        return finish
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
         try:
-            carrier.carry(sends, receives, tag, self.check)
-            if last:
-                # What comes after may wait for the GPU in ways that look at no `check`.
-                carrier.finish(self.check)
+            yield
         except RuntimeError as error:
             self.close()
             raise ExchangeFailed(f"the exchange of tokens broke off ({_first_line(error)})") from error
         except BaseException:
             self.close()
             raise
-        self._require_open()
-        self.waiting = sum(carrier.waiting for carrier in self._carriers)
-        self.sent_bytes += sum(piece.numel() for _, piece in sends)
-        self.received_bytes += sum(piece.numel() for _, piece in receives)
 
 
 def _pieces(buffers: Sequence[torch.Tensor], spans: Sequence[Span]) -> list[torch.Tensor]:
@@ -233,7 +253,7 @@ class _GlooCarrier:
         self._helper = helper
         self.waiting = 0.0
 
-    def carry(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> None:
+    def start(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> Callable[[], None]:
         # The works own what is under way: dropping one takes its message back.
         works = [self._group.recv([piece], rank, tag) for rank, piece in receives]
         works += [self._group.send([piece], rank, tag) for rank, piece in sends]
@@ -242,10 +262,13 @@ class _GlooCarrier:
             for work in works:
                 work.wait(_STALL)
 
-        if works:
+        def end() -> None:
             began = time.perf_counter()
-            self._helper.call(wait, check)
+            if works:
+                self._helper.call(wait, check)
             self.waiting += time.perf_counter() - began
+
+        return end
 
     def finish(self, check: Callable[[], None]) -> None:
         pass

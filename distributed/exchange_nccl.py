@@ -71,26 +71,24 @@ class NcclCarrier:
         # NCCL connects two ranks when they first exchange something, and blocks the host until both are there.
         byte = torch.zeros(size, dtype=torch.uint8, device=self._device)
         others = [other for other in range(size) if other != rank]
-        self.carry(
+        self.start(
             [(other, byte[rank : rank + 1]) for other in others],
             [(other, byte[other : other + 1]) for other in others],
             0,
             lambda: None,
-        )
+        )()
         self.finish(lambda: None)
         self.waiting = 0.0
 
-    def carry(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> None:
-        """Have the current stream send and receive these bytes, and what is enqueued to it next wait for them.
+    def start(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> Callable[[], None]:
+        """Send and receive these bytes once the current stream has got here; what is returned has it wait for them.
 
         NCCL has no tags: messages are matched by their order.
         """
         if not sends and not receives:
-            return
+            return lambda: None
         self._settle(_AHEAD - 1, check)
         with torch.cuda.device(self._device):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
             # As one group, so that sends and receives cannot wait for each other.
             self._group._start_coalescing()
             try:
@@ -100,9 +98,16 @@ class NcclCarrier:
                     self._group.recv([piece], rank, 0)
             finally:
                 work = self._group._end_coalescing()
-            work.wait()
-            ended.record()
-        self._pending.append((began, ended))
+
+        def end() -> None:
+            with torch.cuda.device(self._device):
+                reached, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                reached.record()
+                work.wait()
+                ended.record()
+            self._pending.append((reached, ended))
+
+        return end
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until everything that was carried is in place."""
@@ -111,7 +116,7 @@ class NcclCarrier:
     def _settle(self, left: int, check: Callable[[], None]) -> None:
         """Wait until all but the last `left` operations are over on the GPU."""
         while len(self._pending) > left:
-            began, ended = self._pending[0]
+            reached, ended = self._pending[0]
             next_check = time.monotonic() + limits.POLL_SECONDS
             while not ended.query():
                 if time.monotonic() > next_check:
@@ -120,7 +125,7 @@ class NcclCarrier:
                 time.sleep(_QUERY_SECONDS)
             if self._aborted:
                 raise RuntimeError("it was closed meanwhile")
-            self.waiting += began.elapsed_time(ended) / 1000
+            self.waiting += reached.elapsed_time(ended) / 1000
             self._pending.popleft()
 
     def abort(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,11 @@ from typing import Any, BinaryIO
 from ..formats.header import UnreadableFile, read_header
 from . import limits
 from .codec import ProtocolError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where workers are not supported
+    fcntl = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,11 @@ def _tensor_samples(path: Path) -> Iterator[int]:
         yield from sorted({begin, (begin + last) // 2, last})
 
 
+def content_hash() -> hashlib._Hash:
+    """The hash of a whole file on its way: SHA-256, for which processors have instructions."""
+    return hashlib.sha256()
+
+
 def read_chunks(path: Path) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of a file in FILE_CHUNK_BYTES pieces. Raises OSError."""
     with path.open("rb") as file:
@@ -132,44 +143,93 @@ class FileCache:
         return self.folder / f"{ref.digest}.safetensors"
 
     def receive(self, ref: FileRef) -> IncomingFile:
-        """Begin to receive a file. Raises OSError with a sentence for a person if it cannot be stored."""
+        """Begin to receive a file, or go on with one that a broken link cut off.
+
+        Raises OSError with a sentence for a person if it cannot be stored.
+        """
         if ref.bytes > self.max_bytes:
             raise OSError(f"{ref.name} needs {_gb(ref.bytes)}, the worker's file cache holds {_gb(self.max_bytes)}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_stale()
-        self._make_room(ref.bytes)
+        target = self._path(ref)
+        part = target.with_suffix(_PART)
+        self._remove_stale(part)
+        self._make_room(ref.bytes, part)
+        needed = ref.bytes - (part.stat().st_size if part.exists() else 0)
         free = shutil.disk_usage(self.folder).free
-        if ref.bytes > free - limits.FILE_CACHE_RESERVE_BYTES and ref.bytes > limits.FILE_CHUNK_BYTES * 16:
-            raise OSError(f"{ref.name} needs {_gb(ref.bytes)}, the worker's disk has {_gb(free)} free at {self.folder}")
-        return IncomingFile(ref, self._path(ref))
+        if needed > free - limits.FILE_CACHE_RESERVE_BYTES and needed > limits.FILE_CHUNK_BYTES * 16:
+            raise OSError(f"{ref.name} needs {_gb(needed)}, the worker's disk has {_gb(free)} free at {self.folder}")
+        return IncomingFile(ref, target)
 
-    def _remove_stale(self) -> None:
-        """Remove what a killed worker left; another worker that shares the folder writes to its own all the time."""
-        for part in self.folder.glob("*.part"):
+    def _remove_stale(self, wanted: Path) -> None:
+        """Remove what was never sent to its end, but not what is about to be continued."""
+        for part in self.folder.glob(f"*{_PART}"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > limits.STALL_TIMEOUT:
-                    part.unlink()
+                if part != wanted and time.time() - part.stat().st_mtime > limits.FILE_PART_SECONDS:
+                    _remove_part(part)
 
-    def _make_room(self, needed: int) -> None:
-        held = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
-        total = sum(path.stat().st_size for path in held)
-        for path in held:
+    def _make_room(self, needed: int, wanted: Path) -> None:
+        # Another worker that shares the folder writes to its own part all the time.
+        busy = time.time() - limits.STALL_TIMEOUT
+        held = [(path.stat(), path) for path in self.folder.glob("*.safetensors")]
+        parts = [(path.stat(), path) for path in self.folder.glob(f"*{_PART}") if path != wanted]
+        held += [(status, path) for status, path in parts if status.st_mtime < busy]
+        total = sum(status.st_size for status, _ in held)
+        for status, path in sorted(held, key=lambda item: item[0].st_mtime):
             if total + needed <= self.max_bytes:
                 return
-            total -= path.stat().st_size
-            path.unlink(missing_ok=True)
+            total -= status.st_size
+            _remove_part(path) if path.suffix == _PART else path.unlink(missing_ok=True)
+
+
+_PART = ".part"
+_RECORD = ".part.json"
+_RECORD_BYTES = 128
+
+
+def _remove_part(part: Path) -> None:
+    part.with_suffix(_RECORD).unlink(missing_ok=True)
+    part.unlink(missing_ok=True)
 
 
 class IncomingFile:
-    """One file while it is being received; nothing of it is left behind unless `finish` succeeds."""
+    """One file while it is being received. What arrived outlives a broken link, and this process, if it is left.
+
+    Beside the part lies a record of how much of it is sound: its length and the digest of that much.
+    """
 
     def __init__(self, ref: FileRef, target: Path) -> None:
+        """Raises OSError if another process is receiving the same file here."""
         self.ref = ref
         self.received = 0
         self._target = target
-        self._part = target.with_name(f"{target.stem}.{os.getpid()}.part")
-        self._hash = hashlib.blake2b(digest_size=20)
-        self._file: BinaryIO = self._part.open("wb")
+        self._part = target.with_suffix(_PART)
+        self._record = target.with_suffix(_RECORD)
+        self._hash = content_hash()
+        self._file: BinaryIO = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        try:
+            _lock(self._file, ref.name)
+            self._resume()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _resume(self) -> None:
+        """Go on behind what is recorded, if that is what lies there; begin anew if not."""
+        try:
+            record = json.loads(self._record.read_text())
+            length, expected = record["bytes"], record["digest"]
+            left = length = length if isinstance(length, int) and 0 <= length <= self.ref.bytes else 0
+        except (OSError, ValueError, LookupError, TypeError):
+            left, length, expected = 0, 0, None
+        while left > 0 and (block := self._file.read(min(left, limits.FILE_CHUNK_BYTES))):
+            self._hash.update(block)
+            left -= len(block)
+        if left == 0 and self._hash.hexdigest() == expected:
+            self.received = length
+        else:
+            self._hash = content_hash()
+        self._file.truncate(self.received)
+        self._file.seek(self.received)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Append the next bytes. Raises OSError if the disk takes no more, ProtocolError for bytes out of order."""
@@ -182,7 +242,7 @@ class IncomingFile:
     def finish(self, content_digest: str) -> Path:
         """Check what arrived and put it in place. Raises OSError if it is not what was announced."""
         try:
-            self._file.close()
+            self._file.flush()
             if self.received != self.ref.bytes or self._hash.hexdigest() != content_digest:
                 raise OSError(f"{self.ref.name} arrived damaged; render again to send it again")
             if _sampled_digest(self._part, self.received) != self.ref.digest:
@@ -192,11 +252,40 @@ class IncomingFile:
             self.discard()
         return self._target
 
+    def save(self) -> None:
+        """Record how much has arrived, so that it need not be sent again. Raises OSError."""
+        self._file.flush()
+        record = json.dumps({"bytes": self.received, "digest": self._hash.hexdigest()})
+        # Over the former one, of the same length: a new file in its place would have the file system write all that is
+        # in memory of it to the disk first. A torn record is no record.
+        with os.fdopen(os.open(self._record, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+            out.write(record.ljust(_RECORD_BYTES).encode())
+
+    def leave(self) -> None:
+        """Stop receiving; the next `receive` of the same file goes on from here."""
+        if self.received == 0 or self._file.closed:
+            self.discard()
+            return
+        try:
+            self.save()
+            self._file.close()
+        except OSError:
+            self.discard()
+
     def discard(self) -> None:
         """Give up: close and remove what was written."""
         with contextlib.suppress(OSError):
             self._file.close()
-        self._part.unlink(missing_ok=True)
+        _remove_part(self._part)
+
+
+def _lock(file: BinaryIO, name: str) -> None:
+    """Hold `file` until it is closed or this process ends. Raises OSError if another process holds it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{name} is being received there from another driver; render again when it is done") from None
 
 
 def _gb(size: int) -> str:

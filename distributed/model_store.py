@@ -21,6 +21,7 @@ from .compute_path import NATIVE, OWN, PLAIN_FP8, follow
 from .families import find_family
 from .files import FileRef, file_digest
 from .loading import load_checked
+from .memory import forget_pages, is_unified, loaded_bytes, require_memory
 from .options import CODE_OPTIONS
 from .replica import add_weight_patches
 from .versions import own_versions
@@ -28,7 +29,6 @@ from .worker import Through, run_model
 
 # What decides how a file is loaded; the compute dtype and patches are put on clones.
 _BASE_KEYS = ("loader", "options", "dtype", "paths")
-_MODEL_HEADROOM = 1.1
 
 
 class ComfyRuntime:
@@ -82,9 +82,11 @@ class ComfyRuntime:
     def _base(self, tree: dict[str, Any], path: Path) -> Any:
         key = json.dumps([pack_plain({name: tree[name] for name in _BASE_KEYS}, "recipe")[0], file_digest(path)])
         if key not in self._models:
-            require_splittable(path)
-            self._make_room(path)
+            report = require_splittable(path)
+            require_memory(path.name, loaded_bytes(report, tree["dtype"]), "the worker", self._drop_a_model)
             self._models[key] = self._load(tree, path)
+            if is_unified(self._model_management.get_torch_device()):
+                forget_pages(path)
         self._models.move_to_end(key)
         return self._models[key]
 
@@ -116,25 +118,17 @@ class ComfyRuntime:
             )
         return patcher
 
-    def _make_room(self, path: Path) -> None:
-        """Drop models until `path` fits into memory. Raises MemoryError with the numbers if it never will.
-
-        On a machine whose GPU shares its memory, running out ends the process or the host, not the call.
-        """
-        import psutil
-
-        needed = int(path.stat().st_size * _MODEL_HEADROOM)
-        while (available := psutil.virtual_memory().available) < needed:
-            if not self._models:
-                raise MemoryError(
-                    f"{path.name} needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available on the worker"
-                )
-            self._models.popitem(last=False)
-            self._set_aside()
-            self._model_management.unload_all_models()
-            # Patchers and models refer to each other.
-            gc.collect()
-            self._model_management.soft_empty_cache()
+    def _drop_a_model(self) -> bool:
+        """Let go of the model that was not used for longest; False if none is left."""
+        if not self._models:
+            return False
+        self._models.popitem(last=False)
+        self._set_aside()
+        self._model_management.unload_all_models()
+        # Patchers and models refer to each other.
+        gc.collect()
+        self._model_management.soft_empty_cache()
+        return True
 
     def _set_aside(self) -> None:
         if self._loaded is not None:
@@ -178,9 +172,7 @@ class ComfyReplica:
             options["prefetch_dynamic_vbars"] = self._patcher.is_dynamic()
         placed = _to_device({**kwargs, "transformer_options": options}, self._patcher.load_device)
         with torch.inference_mode():
-            return through(
-                self._patcher.model.diffusion_model, _to_device(args, self._patcher.load_device), placed
-            )
+            return through(self._patcher.model.diffusion_model, _to_device(args, self._patcher.load_device), placed)
 
 
 def _emulated_formats(model_management: Any, device: torch.device) -> list[str]:

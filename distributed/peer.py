@@ -5,7 +5,6 @@ Sends and waits for one worker; which rows it gets and what happens when it fail
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from . import limits
 from .channel import ChannelLost, DriverChannel
 from .cluster import Address
 from .codec import Kept, NotPlainData
-from .files import read_chunks
+from .files import content_hash, read_chunks
 from .messages import Kind, Message
 from .recipe import Recipe
 from .rows import Call
@@ -127,7 +126,7 @@ class Peer:
         """Send the file from byte `held` on, which is how much the worker has kept of an earlier attempt."""
         channel, total = self._open_channel(), recipe.file.bytes
         begun = channel.send(Kind.FILE_BEGIN, {"file": recipe.file.as_dict()})
-        digest = hashlib.blake2b(digest_size=20)
+        digest = content_hash()
         acknowledged = sent = held
         for offset, chunk in read_chunks(recipe.path):
             digest.update(chunk)

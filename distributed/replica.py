@@ -31,7 +31,9 @@ _HARMLESS_CALLBACKS = ("on_clone", "on_cleanup", "on_detach_after", "on_deepclon
 # Diffusion models that mix the rows of a batch: their halves, slots or frames.
 _COUPLED_ROWS = ("NaDiT", "Trellis2")
 _PATCH_KINDS = ("diff", "set", "model_as_lora")
-_NO_EFFECT = "a LoRA has no effect: none of its keys matches a weight of this diffusion model (ComfyUI's log lists them)"
+_NO_EFFECT = (
+    "a LoRA has no effect: none of its keys matches a weight of this diffusion model (ComfyUI's log lists them)"
+)
 
 
 def describe(patcher: Any) -> Recipe:

@@ -277,7 +277,9 @@ class Session:
                 tickets.append((peer, peer.start(asked)))
         self._look_at_peers()
         # The last row by itself here, too: layers that quantise their input round it otherwise in another batch.
-        parts = [rows.cut(call, *span) for span in ((0, call.rows - 1), (call.rows - 1, call.rows)) if span[1] > span[0]]
+        parts = [
+            rows.cut(call, *span) for span in ((0, call.rows - 1), (call.rows - 1, call.rows)) if span[1] > span[0]
+        ]
         outputs, seconds = zip(*(_timed(forward, part) for part in parts), strict=True)
         self._costs(peers, _shapes(call)).record_alone(sum(seconds), first_of_run=True)
         expected = outputs[-1]

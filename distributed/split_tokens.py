@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import limits
+from .channel import ChannelLost, reach
 from .cluster import Cluster
 from .codec import pack_plain
 from .exchange import Exchange, ExchangeFailed
@@ -62,6 +63,8 @@ class Link:
 
 # Parts that differ by less stay as they are.
 _STEADY = 0.01
+# Part of a rank's computing that exchanges have to take for overlapping the two to be worth it.
+_OVERLAP_FROM = 0.05
 # The fastest engine between this process and these workers, by their ids.
 _fastest: dict[tuple[str, ...], str] = {}
 
@@ -98,6 +101,9 @@ class TokenRun:
         self._number = 0
         self._failures = 0
         self._parts: tuple[float, ...] = ()
+        # Of a forward that this machine computed alone.
+        self._seconds_alone = 0.0
+        self._volume: Volume | None = None
         # What all ranks agreed upon for forwards of certain parts and shapes.
         self._plans: dict[Hashable, str | None] = {}
         # Forwards whose workers have not said yet how long they took: (peer, ticket, part of the tokens).
@@ -114,7 +120,18 @@ class TokenRun:
     def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, Volume]:
         """Compute a forward here alone, and what its ranks would have to exchange. Raises NotSplittable."""
         assert self._family is not None
-        return measure(self._family, self._model, forward, call.args, call.kwargs)
+        began = time.perf_counter()
+        output, volume = measure(self._family, self._model, forward, call.args, call.kwargs)
+        synchronize(output)
+        self._seconds_alone, self._volume = time.perf_counter() - began, volume
+        return output, volume
+
+    def _overlaps(self, ranks: int) -> bool:
+        """Whether ranks attend to their own tokens while the others' are on their way: exact only up to rounding."""
+        if self._cluster.overlap != "auto" or self._volume is None or self.link is None:
+            return self._cluster.overlap == "on"
+        exchanging = self._volume.bytes * (1 - 1 / ranks) / self.link.rate
+        return exchanging > _OVERLAP_FROM * self._seconds_alone / ranks
 
     def join(self, peers: Sequence[Peer], device: torch.device) -> Link:
         """Join these workers for tensors on `device`, if that is not done yet. Raises PeerLost and ExchangeFailed."""
@@ -139,9 +156,9 @@ class TokenRun:
             try:
                 links[engine] = self._join(engine, offers, device)
             except ExchangeFailed as error:
+                if not links:
+                    raise
                 self._on_event(f"{engine}: {error}")
-        if not links:
-            raise ExchangeFailed("the machines did not find each other for the exchange of tokens")
         best = max(links, key=lambda engine: links[engine].rate)
         _fastest[who] = best
         return links[best] if best == list(links)[-1] else self._join(best, offers, device)
@@ -168,6 +185,8 @@ class TokenRun:
         self._leave()
         addresses = (None, *((offer.host, offer.port) for offer in offers))
         store = None if engine == LANES else (offers[0].host, offers[0].store_port)
+        for host, port in {address for address in (*addresses, store) if address is not None}:
+            _require_reachable(host, port)
         secret = os.urandom(SECRET_BYTES)
         tickets: list[tuple[Peer, int, float]] = []
         for rank, peer in enumerate(self._joined, start=1):
@@ -197,16 +216,20 @@ class TokenRun:
         parts = self._steady(parts)
         alike = (tuple(parts), _shapes(plain))
         self._number += 1
-        agreed = self._plans.get(alike)
+        agreed, overlap = self._plans.get(alike), self._overlaps(len(parts))
         began, waited = time.perf_counter(), self._exchange.waiting
         started: list[tuple[Peer, int, float]] = []
         try:
             for peer, part in zip(peers, parts[1:], strict=True):
                 with _of(peer):
-                    ticket = peer.start(plain, {"shares": list(parts), "number": self._number, "agreed": agreed})
+                    ticket = peer.start(
+                        plain, {"shares": list(parts), "number": self._number, "agreed": agreed, "overlap": overlap}
+                    )
                     started.append((peer, ticket, part))
             self._exchange.check = self._watch(started)
-            output = self._split.run(self._model, forward, call.args, call.kwargs, parts, self._number, agreed)
+            output = self._split.run(
+                self._model, forward, call.args, call.kwargs, parts, self._number, agreed, overlap=overlap
+            )
             synchronize(output)
             self._plans[alike] = self._split.plan
         except BaseException:
@@ -282,6 +305,14 @@ def _shapes(call: Call) -> Hashable:
     """What the streams of a forward follow from, as far as it is known before it runs; `call` is plain."""
     _, found = pack_plain([list(call.args), {**call.kwargs, "transformer_options": None}], "forward")
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in found)
+
+
+def _require_reachable(host: str, port: int) -> None:
+    """Raises ExchangeFailed at once where joining would wait until it gives up."""
+    try:
+        reach(host, port, f"{host}:{port}")
+    except ChannelLost as error:
+        raise ExchangeFailed(f"the token split needs a port of its own, but {error}") from None
 
 
 @contextlib.contextmanager

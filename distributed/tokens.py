@@ -20,6 +20,7 @@ import torch
 from .exchange import DISAGREEMENT, Exchange, ExchangeFailed
 from .families import Blocks, Family, Streams
 from .layout import Layout, NotSplittable, Span
+from .partial_attention import attend, can_attend_in_parts, heads_first, merge
 
 _OVERRIDE = "optimized_attention_override"
 
@@ -47,18 +48,21 @@ class TokenSplit:
         shares: Sequence[float],
         number: int,
         agreed: str | None = None,
+        *,
+        overlap: bool = False,
     ) -> Any:
         """Output of `forward(*args, **kwargs)`, which is the forward of `model`, on rank 0; None on the others.
 
         shares: relative number of tokens per rank; number: of this forward, the same on every rank and rising;
-        agreed: the `plan` of an earlier forward that all ranks expect again, which spares them to ask each other.
+        agreed: the `plan` of an earlier forward that all ranks expect again, which spares them to ask each other;
+        overlap: attend to this rank's own tokens while the others' are on their way, where attention allows it.
         Raises NotSplittable (on every rank alike), ExchangeFailed, and what the forward or the exchange's check raises.
         """
         reason = self._family.refuse(model, _by_name(model, args, kwargs))
         if reason is not None:
             raise NotSplittable(reason)
         self.exchange.begin(number)
-        under_way = _Forward(self._family, self.exchange, self._buffers, tuple(shares), agreed)
+        under_way = _Forward(self._family, self.exchange, self._buffers, tuple(shares), agreed, overlap=overlap)
         output = under_way.run(model, forward, args, kwargs)
         self.plan = under_way.plan
         return output
@@ -106,6 +110,10 @@ class _Alone:
             swapped = sum(stop - start for start, stop in regions[0])
             self.volume.bytes += buffer.nbytes // max(1, buffer.shape[0]) * swapped
 
+    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
+        self.all_gather(buffers, regions)
+        return lambda: None
+
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
         self.all_gather(buffers, regions)
 
@@ -123,6 +131,8 @@ class _Forward:
         buffers: dict[Any, torch.Tensor],
         shares: tuple[float, ...],
         agreed: str | None,
+        *,
+        overlap: bool,
     ) -> None:
         self._family = family
         self._exchange = exchange
@@ -141,6 +151,7 @@ class _Forward:
         self._grids: dict[str, torch.Size] = {}
         # (length, this rank's sections, all ranks' regions) of sequences that were gathered.
         self._plans: dict[Streams, tuple[int, list[Span], list[list[Span]]]] = {}
+        self._overlap = overlap and exchange.size > 1
         self._expected = agreed
         self.plan: str | None = None
         self._turn = 0
@@ -263,8 +274,10 @@ class _Forward:
         return own
 
     def _cut(self, table: Any, streams: Streams, dim: int) -> Any:
-        if not isinstance(table, torch.Tensor) or table.shape[dim] != self._layout.full_length(streams):
+        if not isinstance(table, torch.Tensor) or table.shape[dim] in (1, self._layout.own_length(streams)):
             return table
+        if table.shape[dim] != self._layout.full_length(streams):
+            raise NotSplittable("what it keeps for every token does not have one entry for each")
         parts = [table.narrow(dim, start, stop - start) for start, stop in self._layout.sections(streams)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -335,8 +348,10 @@ class _Forward:
         if dim == 1 and q.shape[1] == 0:
             # One of several groups of queries, of which this rank has none.
             return torch.empty_like(q)
-        parts = [k, v]
         mask = args[0] if args else kwargs.get("mask")
+        if self._overlap and can_attend_in_parts(q, mask, kwargs):
+            return self._attend_in_parts(q, k, v, heads, streams, kwargs)
+        parts = [k, v]
         keys_of_mask = mask.shape[-1] if mask is not None else 0
         if mask is not None and keys_of_mask == own:
             # Built from this rank's tokens, so the other ranks have the rest of it.
@@ -350,6 +365,41 @@ class _Forward:
             mask = gathered[2].movedim(0, -1) if keys_of_mask == own else self._cut_queries(mask, q.shape[dim], streams)
             args, kwargs = ((mask, *args[1:]), kwargs) if args else (args, {**kwargs, "mask": mask})
         return function(q, k, v, heads, *args, **kwargs)
+
+    def _attend_in_parts(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        streams: Streams,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Attention to this rank's own tokens while the others' come in, and then to those."""
+        skip_reshape = bool(options.get("skip_reshape"))
+        q, k, v = (heads_first(tensor, heads, skip_reshape=skip_reshape) for tensor in (q, k, v))
+        # [rank after rank, keys and values, B, H, D], this rank's own at the front
+        cut = [stream for stream in streams if stream not in self._layout.whole]
+        lengths = [sum(stop - start for start, stop in spans) for spans in self._layout.regions(cut)]
+        order = [self._exchange.rank, *(rank for rank in range(len(lengths)) if rank != self._exchange.rank)]
+        regions, begin = [[(0, 0)]] * len(lengths), 0
+        for rank in order:
+            regions[rank] = [(begin, begin + lengths[rank])]
+            begin += lengths[rank]
+        self._turn = 1 - self._turn
+        batch, heads, _, size = k.shape
+        buffer = self._buffer(begin, 2 * batch * heads * size, k.dtype, k.device).view(begin, 2, batch, heads, size)
+        own = lengths[self._exchange.rank]
+        for position, tensor in enumerate((k, v)):
+            buffer[:own, position] = _pick(tensor.movedim(2, 0), self._layout, streams, cut)
+        self._agree(buffer)
+        end = self._exchange.start([buffer.flatten(1)], regions)
+        scale = options.get("scale")
+        mine = attend(q, k, v, scale)
+        end()
+        others = buffer[own:].movedim(0, 3)
+        output = merge(mine, attend(q, others[0], others[1], scale))
+        return output if options.get("skip_output_reshape") else output.transpose(1, 2).flatten(2)
 
     def _cut_queries(self, mask: torch.Tensor, queries: int, streams: Streams) -> torch.Tensor:
         """The rows of a mask [..., queries, keys] for this rank; one row for all stays."""
@@ -401,7 +451,7 @@ class _Forward:
         if self.plan is not None:
             return
         layout = self._layout
-        described = repr((layout.lengths, layout.spans, tuple(first.shape[1:]), first.dtype))
+        described = repr((layout.lengths, layout.spans, tuple(first.shape[1:]), first.dtype, self._overlap))
         self.plan = hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
         if self._expected is None:
             self._exchange.agree(self.plan)
@@ -414,6 +464,14 @@ def _modules(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
         return list(model.get_submodule(path).children())
     except AttributeError:
         return []
+
+
+def _pick(own: torch.Tensor, layout: Layout, streams: Streams, wanted: Sequence[str]) -> torch.Tensor:
+    """This rank's tokens [own tokens of streams, …] -> only those of the streams that are wanted."""
+    if len(wanted) == len(streams):
+        return own
+    parts = own.split([layout.own_length((stream,)) for stream in streams])
+    return torch.cat([part for stream, part in zip(streams, parts, strict=True) if stream in wanted])
 
 
 @lru_cache(maxsize=256)

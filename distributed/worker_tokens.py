@@ -62,7 +62,8 @@ class TokenRank:
         self._exchange.check = check
         waited = self._exchange.waiting
         shares, number, agreed = [float(share) for share in plan["shares"]], int(plan["number"]), plan["agreed"]
-        self._split.run(model, model, args, kwargs, shares, number, None if agreed is None else str(agreed))
+        agreed, overlap = None if agreed is None else str(agreed), bool(plan["overlap"])
+        self._split.run(model, model, args, kwargs, shares, number, agreed, overlap=overlap)
         return self._exchange.waiting - waited
 
     def leave(self) -> None:

@@ -6,6 +6,7 @@ The numbers come from comfy-kitchen's quantisers; whether a file may be converte
 from __future__ import annotations
 
 import fnmatch
+import io
 import json
 import math
 import os
@@ -34,7 +35,9 @@ _CHECKPOINT_PREFIX = "model.diffusion_model."
 _BLOCK = re.compile(r"(^|\.)\w*(blocks?|layers)\.\d+\.")
 _KEPT = re.compile(r"norm|emb|mod|adaln|refiner|router|(^|\.)gate\.|(^|\.)\w+_in\.")
 # Names of diffusers, which ComfyUI changes and puts together when it loads: markers would not follow.
-_DIFFUSERS = re.compile(r"^(single_transformer_blocks|joint_transformer_blocks|down_blocks)\.|^noise_refiner\.0\.\w+\.norm_k\.")
+_DIFFUSERS = re.compile(
+    r"^(single_transformer_blocks|joint_transformer_blocks|down_blocks)\.|^noise_refiner\.0\.\w+\.norm_k\."
+)
 _MULTIPLE = 16  # of both sizes of a matrix, for tensor cores
 _FP8_MAX, _FP4_MAX = 448.0, 6.0
 _SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1}
@@ -83,7 +86,9 @@ def convert(
     planned = _Layout(header, to, markers)
     free = shutil.disk_usage(target.parent).free
     if planned.size > free - _DISK_RESERVE_BYTES:
-        raise OSError(f"{display_name(target)} needs {planned.size / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free")
+        raise OSError(
+            f"{display_name(target)} needs {planned.size / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free"
+        )
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         with source.open("rb") as reader, partial.open("w+b") as writer:
@@ -200,7 +205,7 @@ def _write(
     header: Header,
     chosen: Sequence[str],
     planned: _Layout,
-    reader: BinaryIO,
+    reader: io.BufferedReader,
     writer: BinaryIO,
     to: str,
     progress: Callable[[int, int, str], None],
@@ -236,7 +241,7 @@ def _write(
 
 
 def _copy(
-    header: Header, name: str, info: TensorInfo, planned: _Layout, reader: BinaryIO, writer: BinaryIO
+    header: Header, name: str, info: TensorInfo, planned: _Layout, reader: io.BufferedReader, writer: BinaryIO
 ) -> None:
     import torch
 
@@ -252,7 +257,7 @@ def _copy(
         writer.write(_bytes(torch.frombuffer(block, dtype=torch.float32).bfloat16()) if shrinks else block)
 
 
-def _read(header: Header, info: TensorInfo, reader: BinaryIO) -> Tensor:
+def _read(header: Header, info: TensorInfo, reader: io.BufferedReader) -> Tensor:
     """A weight as float32 [N, K], on the GPU if there is one."""
     import torch
 
@@ -287,7 +292,8 @@ def _quantise(weight: Tensor, to: str) -> tuple[dict[str, Tensor], Tensor]:
     return {"": stored, "_scale": blocks, "_scale_2": scale}, back
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes(tensor: Tensor) -> Any:
+    """The tensor's bytes, as something that a file can write."""
     import torch
 
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

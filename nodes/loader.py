@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..distributed.loading import load_checked
+from ..distributed.memory import forget_pages, is_unified, loaded_bytes, require_memory
 from ..distributed.replica import LOADED_WITH
 from ..formats import require_loadable
 
@@ -42,17 +43,35 @@ class MonarchModelLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
+        import comfy.model_management
         import comfy.sd
         import folder_paths
         import torch
 
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        require_loadable(path)
+        report = require_loadable(path)
         options: dict[str, Any] = {}
         if weight_dtype != "default":
             options["dtype"] = torch.float8_e5m2 if weight_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         if weight_dtype == "fp8_e4m3fn_fast":
             options["fp8_optimizations"] = True
+        unified = is_unified(comfy.model_management.get_torch_device())
+        if unified:
+            require_memory(Path(path).name, loaded_bytes(report), "this machine", _free_memory)
+        # Not with ComfyUI's --disable-mmap, which holds the weights twice while it loads.
         model = load_checked(Path(path), lambda: comfy.sd.load_diffusion_model(path, model_options=options))
+        if unified:
+            forget_pages(Path(path))
         model.set_attachments(LOADED_WITH, (comfy.sd.load_diffusion_model, (path, options)))
         return io.NodeOutput(model)
+
+
+def _free_memory() -> bool:
+    """Give back what other models hold on the GPU; False if they hold nothing."""
+    import comfy.model_management as model_management
+
+    if not model_management.current_loaded_models:
+        return False
+    model_management.unload_all_models()
+    model_management.soft_empty_cache()
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,11 @@ def open_session(
     progress: Callable[[int, int], None] = lambda done, total: None,
     describe: Callable[[], Recipe] | None = None,
     model: ReferenceDiT | None = None,
+    cluster: Mapping[str, Any] | None = None,
 ) -> Session:
     workers = tuple(Address(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses))
     return Session(
-        Cluster("test", workers),
+        Cluster("test", workers, **(cluster or {})),
         own_versions(None),
         Report(mode),
         describe or (lambda: recipe),
@@ -91,7 +92,7 @@ def render(
     addresses: Sequence[str], recipe: Recipe, model: Callable[..., Any], *, mode: str = "rows", **how: Any
 ) -> tuple[float, Report]:
     """(largest difference to the same render in this process alone, report) of one run."""
-    session_how = {name: how.pop(name) for name in ("check", "progress", "describe") if name in how}
+    session_how = {name: how.pop(name) for name in ("check", "progress", "describe", "cluster") if name in how}
     module = model if isinstance(model, ReferenceDiT) else None
     with open_session(addresses, recipe, mode=mode, model=module, **session_how) as session:
         split = sample_once(session, model, **how)

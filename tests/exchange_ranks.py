@@ -225,11 +225,21 @@ class _Served:
         full = operation.tensors(seed, self._device)
         buffers = operation.filled(full, [self.exchange.rank])
         exchange(buffers, operation.regions)
+        self._until_there()
         wanted = operation.filled(full, ranks)
         return all(
             torch.equal(buffer.view(torch.uint8), right.view(torch.uint8))
             for buffer, right in zip(buffers, wanted, strict=True)
         )
+
+    def _until_there(self) -> None:
+        """NCCL only enqueues; looking at the result would then wait without end for a rank that is gone."""
+        if self._device != "cpu":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            while not event.query():
+                self._check()
+                time.sleep(0.001)
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)

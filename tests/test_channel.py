@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from monarch_split.distributed import limits
-from monarch_split.distributed.channel import Assembler, WorkerChannel
+from monarch_split.distributed.channel import Assembler, DriverChannel, WorkerChannel
 from monarch_split.distributed.codec import ProtocolError, encode
 from monarch_split.distributed.messages import FROM_DRIVER, Kind, Message
 from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages
@@ -78,6 +79,15 @@ def test_what_was_sent_may_be_freed_and_its_memory_reused_at_once() -> None:
             answers += next_messages(channel)
         del overwritten
     assert all(torch.equal(answer.body["x"], noise(4 << 20, i)) for i, answer in enumerate(answers))
+
+
+@pytest.mark.parametrize("nbytes", [4, 1000, limits.INLINE_BYTES, 32 << 20])
+def test_a_snapshot_may_be_written_into_at_once(nbytes: int) -> None:
+    with echo_thread() as echo, greeted(echo.port) as channel:
+        x = noise(nbytes)
+        channel.send(Kind.FORWARD, {"x": x}, snapshot=True)
+        x.zero_()
+        assert torch.equal(next_messages(channel)[0].body["x"], noise(nbytes))
 
 
 def test_two_drivers_do_not_see_each_others_messages() -> None:
@@ -222,3 +232,34 @@ def test_a_chunk_of_a_finished_message_is_refused() -> None:
     list(assembler.take())
     with pytest.raises(ProtocolError, match="complete"):
         assembler.data(chunks[0])
+
+
+# --- several threads at the worker's end ------------------------------------------------------------------------------
+
+
+def test_what_came_before_another_thread_sent_is_not_left_waiting() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    worker = WorkerChannel(context, "127.0.0.1", 0)
+    driver = DriverChannel("127.0.0.1", worker.port, lanes=1)
+    try:
+        driver.send(Kind.HELLO, {"lanes": 1})
+        deadline = time.monotonic() + 10
+        while not (messages := worker.receive()):
+            assert time.monotonic() < deadline
+            worker.wait(0.05)
+        session = messages[0][0]
+        worker.admit(session)
+        for i in range(5):
+            driver.send(Kind.FORWARD, {"i": i})
+            time.sleep(0.1)
+            sender = threading.Thread(target=worker.send, args=(session, Kind.PROBE, {}))
+            sender.start()
+            sender.join()
+            began = time.monotonic()
+            worker.wait(10)
+            assert time.monotonic() - began < 5
+            assert [message.body["i"] for _, message in worker.receive()] == [i]
+    finally:
+        driver.close()
+        worker.close()
+        context.term()

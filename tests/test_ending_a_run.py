@@ -54,7 +54,7 @@ def test_a_run_that_raised_leaves_nothing_behind(
     addresses: list[str], recipe: Recipe, model: ReferenceDiT, error: type[BaseException]
 ) -> None:
     def raises(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(x) < 6:
+        if len(x) == 2:  # this machine's share; the forward that proves the workers has 5 + 1 rows
             raise error
         return model(x, *args, **kwargs)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from monarch_split.demo.reference import ReferenceConfig, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
-from monarch_split.distributed import limits, split_tokens
+from monarch_split.distributed import limits, split_tokens, tokens
+from monarch_split.distributed.peer import Peer
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.tests.driving import SAME, Stopped, forget, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
@@ -208,3 +211,33 @@ def test_many_runs_leave_nothing_behind(worker: Worker, recipe: Recipe, model: R
     files, threads, _ = worker.resources()
     assert files <= before[0] + 1
     assert threads <= before[1] + 1
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_attending_to_the_own_tokens_first_gives_the_same_latent(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    calls: list[int] = []
+    stock = tokens.merge
+    monkeypatch.setattr(tokens, "merge", lambda *parts: calls.append(1) or stock(*parts))
+    addresses = [worker.address for worker in workers[:count]]
+    worst, report = render(addresses, recipe, model, mode="tokens", cfg=1.0, size=80, cluster={"overlap": "on"})
+    assert worst <= SAME
+    assert report.forwards_split == 2, report.line()
+    assert calls
+
+
+def test_a_port_for_tokens_that_cannot_be_reached_is_named_and_costs_no_time(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = unused.getsockname()[1]
+    offer = Peer.open_exchange
+    monkeypatch.setattr(Peer, "open_exchange", lambda *args, **how: replace(offer(*args, **how), port=closed))
+    began = time.monotonic()
+    worst, report = render([worker.address], recipe, model, mode="tokens", cfg=1.0)
+    assert time.monotonic() - began < 5
+    assert worst == 0
+    assert report.forwards_split == 0
+    assert f"needs a port of its own, but nothing listens at 127.0.0.1:{closed}" in report.line()

@@ -41,7 +41,7 @@ class Blocks:
     returns: the streams of the output, or of each element of it where a block returns several; () for something else
     attention: whose keys attention sees, by the submodule that calls it ("" is the block itself); several choices are
         told apart by their length. Calls from other submodules see the same keys on every rank and are left alone
-    tables: arguments with an entry per token; cut where their length is that of the streams
+    tables: arguments with an entry per token of their streams, or one for all, or this rank's already
     adjust: arguments that a family cuts in its own way
     """
 

@@ -22,4 +22,15 @@ def _joint_slices(value: Slices | None, layout: Layout, _: Mapping[str, Any]) ->
     return value and own_slices(value, layout, JOINT)
 
 
-FAMILIES = {"HunyuanVideo": Family(flux_blocks(image_slices, _joint_slices), result=IMAGE, control=CONTROL)}
+def _text_behind_video(model: Any, _: Mapping[str, Any]) -> str | None:
+    """ComfyUI had the streams in the other order before it took up the order of Flux."""
+    if getattr(model.double_blocks[0], "flipped_img_txt", False):
+        return "this version of ComfyUI has the text behind the video, which is not known here; update ComfyUI"
+    return None
+
+
+FAMILIES = {
+    "HunyuanVideo": Family(
+        flux_blocks(image_slices, _joint_slices), result=IMAGE, control=CONTROL, refuse=_text_behind_video
+    ),
+}

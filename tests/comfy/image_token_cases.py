@@ -9,7 +9,7 @@ from .token_ranks import Case
 
 
 def _residuals(tokens: int, width: int, **blocks: int) -> Callable[[Any, dict[str, Any]], None]:
-    """A ControlNet's residuals [B, tokens, width] for so many blocks of each list; the second block has none."""
+    """A ControlNet's residuals [B, tokens, width] for so many blocks of each list; of several, the first has none."""
 
     def add(_: Any, kwargs: dict[str, Any]) -> None:
         import torch
@@ -18,7 +18,9 @@ def _residuals(tokens: int, width: int, **blocks: int) -> Callable[[Any, dict[st
         control: dict[str, list[Any]] = {"input": [], "middle": [], "output": []}
         for name, count in blocks.items():
             shape = (kwargs["context"].shape[0], tokens, width)
-            control[name] = [torch.randn(shape, generator=generator) if index != 1 else None for index in range(count)]
+            control[name] = [torch.randn(shape, generator=generator) for _ in range(count)]
+            if count > 1:
+                control[name][0] = None
         kwargs["control"] = control
 
     return add

@@ -60,9 +60,7 @@ def test_a_worker_that_could_do_better_follows_the_driver(
     assert "dequantised on all machines because this machine cannot" in idle_driver.report.line()
 
 
-def test_both_compute_natively_where_both_can(
-    idle_driver: Any, native_worker: Any, fp8: Callable[..., Any]
-) -> None:
+def test_both_compute_natively_where_both_can(idle_driver: Any, native_worker: Any, fp8: Callable[..., Any]) -> None:
     idle_driver.use(native_worker.address)
     it = fp8(True)
     expected = it.sample(rows_one_by_one(it.model), **STEPS)

@@ -13,12 +13,12 @@ from monarch_split.tests.comfy.test_model_changes import largest_difference, row
 pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(300)]
 
 STEPS = {"cfg": 3.0, "steps": 2}
-FORMATS = (
-    ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "scaled_fp8", "scaled_fp8_dequantised"]
-    + ["layered_fp8_e4m3", "layered_fp8_e4m3_header", "layered_fp8_e5m2", "mixed"]
-    + ["nvfp4", "nvfp4_header", "mxfp8", "int8", "int8_rowwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"]
-)
-# Their layers round each token's activations to a few bits. Another batch size changes the activations in the last digit
+FORMATS = [
+    *["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "scaled_fp8", "scaled_fp8_dequantised"],
+    *["layered_fp8_e4m3", "layered_fp8_e4m3_header", "layered_fp8_e5m2", "mixed"],
+    *["nvfp4", "nvfp4_header", "mxfp8", "int8", "int8_rowwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"],
+]
+# Their layers round each token's activations to a few bits. Another batch size changes activations in the last digit
 # and so, here and there, what they are rounded to; the stock sampler with one row at a time is what a split must equal.
 ROUNDED = ["mixed", "int8", "int8_rowwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"]
 # What distinguishes the files for ComfyUI, so that a writer that misses its format fails here and not silently passes.

@@ -49,7 +49,11 @@ def node(comfy: Any, tmp_path: Path) -> Callable[[Path], Any]:
 
 
 def lose(*names: str) -> Callable[[dict[str, Any]], None]:
-    return lambda tensors: [tensors.pop(name) for name in names] and None
+    def change(tensors: dict[str, Any]) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
 
 
 def gain(*names: str) -> Callable[[dict[str, Any]], None]:

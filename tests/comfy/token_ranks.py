@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +159,7 @@ class Ranks:
         secret = os.urandom(SECRET_BYTES)
         self._listeners = [ExchangeListener("127.0.0.1", 0) for _ in range(1, size)]
         self._pool = ThreadPoolExecutor(size)
+        self._busy: Collection[Any] = ()
         self._number = 0
         addresses = [None, *(("127.0.0.1", listener.port) for listener in self._listeners)]
 
@@ -217,8 +218,10 @@ class Ranks:
         self._pool.shutdown()
 
     def _everywhere(self, work: Callable[[int], Any], size: int) -> list[Any]:
+        if self._busy:
+            raise TimeoutError("a rank is still busy with an earlier forward")
         futures = [self._pool.submit(work, rank) for rank in range(size)]
-        wait(futures, SECONDS * 2)
+        self._busy = wait(futures, SECONDS + 10).not_done
         problems = [future.exception(timeout=0) for future in futures]
         for problem in sorted(filter(None, problems), key=lambda problem: isinstance(problem, _OtherRankFailed)):
             raise problem
