@@ -161,7 +161,7 @@ class TokenRun:
                 self._on_event(f"{engine}: {error}")
         best = max(links, key=lambda engine: links[engine].rate)
         _fastest[who] = best
-        return links[best] if best == list(links)[-1] else self._join(best, offers, device)
+        return links[best] if best == engines[-1] else self._join(best, offers, device)
 
     @property
     def _groups_allowed(self) -> bool:

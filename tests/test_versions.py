@@ -12,7 +12,7 @@ import pytest
 from monarch_split import __version__
 from monarch_split.distributed.versions import Versions, _code_digest, mismatch, own_versions
 
-SAME = Versions("0.1.0", "0.8.0", "abc", "2.9.0", "0.2")
+SAME = Versions("0.1.0", "0.8.0", "abc", "2.9.0", "0.2", kitchen_backends="cuda, eager")
 
 
 def other(**changes: str) -> Versions:
@@ -38,7 +38,14 @@ def test_other_code_is_refused_with_both_versions(changes: dict[str, str], named
     assert all(word in refusal for word in named)
 
 
-@pytest.mark.parametrize(("changes", "word"), [({"torch": "2.8.0"}, "torch 2.8.0"), ({"kitchen": ""}, "missing")])
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"torch": "2.8.0"}, "torch 2.8.0"),
+        ({"kitchen": ""}, "missing"),
+        ({"kitchen_backends": "eager"}, "comfy-kitchen's backends eager, this machine cuda, eager"),
+    ],
+)
 def test_other_packages_only_warn(changes: dict[str, str], word: str) -> None:
     refusal, warnings = mismatch(SAME, other(**changes), "w")
     assert refusal is None
