@@ -32,8 +32,9 @@ from ..demo.reference import DEMO, ReferenceDiT
 from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
 from ..distributed.cluster import Cluster, parse_address
+from ..distributed.ledger import DRIVER
 from ..distributed.report import Report
-from ..distributed.session import DRIVER, Session
+from ..distributed.session import Session
 from ..distributed.versions import own_versions
 
 # cond + uncond of one image of 512 x 512 pixels, as CFG asks for them in every step.
@@ -55,21 +56,22 @@ def seconds(call: Any) -> float:
     return time.perf_counter() - began
 
 
-def plain_tcp_rate(nbytes: int = 64 << 20) -> float:
-    """Bytes per second that a plain TCP connection of the loopback carries, from one thread to another."""
-    data, buffer, rates = bytes(nbytes), memoryview(bytearray(nbytes)), []
+def plain_tcp_rate() -> float:
+    """Bytes per second that a plain TCP connection of the loopback carries at best, from one thread to another."""
+    count, rates = 64, []
+    data, buffer = bytes(1 << 20), memoryview(bytearray(1 << 20))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
-            for _ in range(7):
-                thread = threading.Thread(target=sender.sendall, args=(data,))
+            for _ in range(10):
+                thread = threading.Thread(target=lambda: [sender.sendall(data) for _ in range(count)])
                 began, received = time.perf_counter(), 0
                 thread.start()
-                while received < nbytes:
-                    received += receiver.recv_into(buffer[received:])
-                rates.append(nbytes / (time.perf_counter() - began))
+                while received < count * len(data):
+                    received += receiver.recv_into(buffer)
+                rates.append(received / (time.perf_counter() - began))
                 thread.join()
-    return statistics.median(rates)
+    return max(rates)
 
 
 def measure(model: ReferenceDiT, session: Session, steps: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class ReferenceRuntime:
 class _ReferenceReplica:
     patched = 0
     device = torch.device("cpu")
-    family = FAMILY
+    family: Family | None = FAMILY
 
     def __init__(self, model: ReferenceDiT, interrupted: threading.Event) -> None:
         self._model = model

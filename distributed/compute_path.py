@@ -1,6 +1,6 @@
 """How quantised layers multiply: natively in their format, or dequantised. The two give different numbers.
 
-ComfyUI decides that by device when it loads a model. Here it is read from a loaded model and, where nodes differ, forced.
+ComfyUI decides by device when it loads a model. Here that is read from a loaded model and, where nodes differ, forced.
 """
 
 from __future__ import annotations

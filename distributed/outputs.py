@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from . import limits
+from .rows import Call
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
@@ -63,3 +65,12 @@ def relative_difference(output: Any, expected: Any) -> float:
 def tolerance(output: Any) -> float:
     dtype = tensors(output)[0].dtype
     return limits.CHECK_TOLERANCE_32BIT if dtype in (torch.float32, torch.float64) else limits.CHECK_TOLERANCE_16BIT
+
+
+def shapes(call: Call) -> Hashable:
+    """What forwards that cost alike have in common."""
+    context = call.kwargs.get("context")
+    return (
+        tuple(tuple(tensor.shape) for tensor in tensors(call.args[0])),
+        tuple(context.shape) if isinstance(context, torch.Tensor) else None,
+    )

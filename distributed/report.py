@@ -44,6 +44,11 @@ class Report:
         """Something that happened to a worker during the run."""
         _add(self.events, event)
 
+    def add_traffic(self, sent: int, received: int) -> None:
+        """Bytes that went to workers and came from them."""
+        self.bytes_sent += sent
+        self.bytes_received += received
+
     @property
     def speedup(self) -> float | None:
         """Measured cost of the split forwards against the driver's own pace; None if nothing was split."""

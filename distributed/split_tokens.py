@@ -103,7 +103,7 @@ class TokenRun:
         self._parts: tuple[float, ...] = ()
         # Of a forward that this machine computed alone.
         self._seconds_alone = 0.0
-        self._volume: Volume | None = None
+        self.volume = Volume()
         # What all ranks agreed upon for forwards of certain parts and shapes.
         self._plans: dict[Hashable, str | None] = {}
         # Forwards whose workers have not said yet how long they took: (peer, ticket, part of the tokens).
@@ -117,20 +117,23 @@ class TokenRun:
             return sent, received
         return sent + self._exchange.sent_bytes, received + self._exchange.received_bytes
 
-    def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, Volume]:
-        """Compute a forward here alone, and what its ranks would have to exchange. Raises NotSplittable."""
+    def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, float]:
+        """(output, seconds) of a forward computed here alone; `volume` then says what its ranks would have to swap.
+
+        Raises NotSplittable.
+        """
         assert self._family is not None
         began = time.perf_counter()
-        output, volume = measure(self._family, self._model, forward, call.args, call.kwargs)
+        output, self.volume = measure(self._family, self._model, forward, call.args, call.kwargs)
         synchronize(output)
-        self._seconds_alone, self._volume = time.perf_counter() - began, volume
-        return output, volume
+        self._seconds_alone = time.perf_counter() - began
+        return output, self._seconds_alone
 
     def _overlaps(self, ranks: int) -> bool:
         """Whether ranks attend to their own tokens while the others' are on their way: exact only up to rounding."""
-        if self._cluster.overlap != "auto" or self._volume is None or self.link is None:
+        if self._cluster.overlap != "auto" or self.link is None or not self._seconds_alone:
             return self._cluster.overlap == "on"
-        exchanging = self._volume.bytes * (1 - 1 / ranks) / self.link.rate
+        exchanging = self.volume.bytes * (1 - 1 / ranks) / self.link.rate
         return exchanging > _OVERLAP_FROM * self._seconds_alone / ranks
 
     def join(self, peers: Sequence[Peer], device: torch.device) -> Link:

@@ -12,7 +12,7 @@ import torch
 
 from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT, sample
 from monarch_split.demo.reference_runtime import FAMILY, LOADER
-from monarch_split.distributed import session as session_module
+from monarch_split.distributed import ledger
 from monarch_split.distributed.cluster import Address, Cluster
 from monarch_split.distributed.files import FileRef, file_digest
 from monarch_split.distributed.plan import Costs, History
@@ -126,8 +126,8 @@ def three_workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs have learned of workers so far."""
-    monkeypatch.setattr(session_module, "_history", History())
-    monkeypatch.setattr(session_module, "_agreed", set())
+    monkeypatch.setattr(ledger, "_history", History())
+    monkeypatch.setattr(ledger, "_agreed", set())
 
 
 def equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Token splits between real ComfyUI processes: the stock sampler's latent, whatever the family, engine and conditioning."""
+"""Token splits between real ComfyUI processes give the stock sampler's latent for every family, engine and LoRA."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_with_lora(driver: Any, tiny: Callable[..., Any], tmp_path: Path, family
     assert_same(driver, it, patched)
 
 
-def test_two_workers(driver: Any, start_worker: Callable[..., Any], shared_worker: Any, tiny: Callable[..., Any]) -> None:
+def test_two_workers(
+    driver: Any, start_worker: Callable[..., Any], shared_worker: Any, tiny: Callable[..., Any]
+) -> None:
     with start_worker(name="third") as third:
         driver.use(shared_worker.address, third.address)
         for family in ("flux", "wan"):

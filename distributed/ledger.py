@@ -1,0 +1,90 @@
+"""What the forwards of a run cost, and which workers were seen to compute the same: kept over the runs of a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from . import plan
+from .outputs import synchronize
+from .peer import Peer
+from .peers import Peers
+from .plan import Costs, History
+from .report import Report
+from .rows import Call
+
+DRIVER = "this machine"
+
+Forward = Callable[..., Any]
+
+_history = History()
+# (model, worker process, kind of split)
+_agreed: set[tuple[str, str, str]] = set()
+
+
+class Ledger:
+    """One run's view of it."""
+
+    def __init__(self, report: Report, peers: Peers) -> None:
+        self._report = report
+        self._peers = peers
+        self._warm: set[tuple[str, int]] = set()
+
+    @property
+    def _model(self) -> str:
+        return self._peers.recipe.digest if self._peers.recipe else ""
+
+    def unproven(self, peers: Sequence[Peer], split: str) -> list[Peer]:
+        """Those that were not seen to compute this model as this machine does, in splits of this kind."""
+        return [peer for peer in peers if (self._model, peer.worker_id, split) not in _agreed]
+
+    def prove(self, peer: Peer, split: str) -> None:
+        """The peer was seen to compute the same."""
+        _agreed.add((self._model, peer.worker_id, split))
+
+    def costs(self, peers: Sequence[Peer], what: Hashable) -> Costs:
+        """Costs of forwards of the kind `what`, computed with these peers."""
+        return _history.costs((self._model, tuple(peer.worker_id for peer in peers), what))
+
+    def pays(self, costs: Costs, size: int) -> bool:
+        """Whether to go on splitting, as far as `auto` decides that; notes why not."""
+        if self._report.mode != "auto" or plan.pays(costs, size, DRIVER):
+            return True
+        self._report.add_reason("splitting is not faster here")
+        return False
+
+    def wants_measure_alone(self, costs: Costs) -> bool:
+        """Whether `auto` needs to know what this machine alone takes for the next forward."""
+        return self._report.mode == "auto" and plan.wants_measure_alone(costs)
+
+    def alone(self, forward: Forward, call: Call, costs: Costs) -> Any:
+        """Compute a forward here, and record what it costs this machine alone."""
+        cold = self._report.forwards == 1
+        output, seconds = timed(forward, call)
+        costs.record_alone(seconds, first_of_run=cold)
+        return output
+
+    def record_pace(self, costs: Costs, node: str, size: float, seconds: float) -> None:
+        """A node's first share of a kind in a run also pays for warming up, which says nothing of its pace."""
+        if (node, id(costs)) in self._warm:
+            costs.record_pace(node, size, seconds)
+        self._warm.add((node, id(costs)))
+
+    def record_split(self, costs: Costs, seconds: float, size: int, *, split: bool) -> None:
+        """A forward of `size` rows (or conditionings) was shared out; `split` says whether any went to a worker."""
+        costs.record_split(seconds)
+        alone = costs.alone_estimate(size, DRIVER)
+        if not split:
+            self._report.add_reason("the workers are too slow to get a share")
+        elif alone is not None:
+            self._report.split_seconds += seconds
+            self._report.alone_seconds += alone
+
+
+def timed(forward: Forward, call: Call) -> tuple[Any, float]:
+    """(output, seconds) of a forward."""
+    began = time.perf_counter()
+    output = forward(*call.args, **call.kwargs)
+    synchronize(output)
+    return output, time.perf_counter() - began
