@@ -336,15 +336,14 @@ class WorkerChannel:
         self._woken.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._sock.get(zmq.FD), zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
         self._sessions: dict[bytes, _Session] = {}
         # What a dropped session had already sent still arrives; it must not begin a session of its own.
         self._dropped: deque[bytes] = deque(maxlen=4 * limits.MAX_STRANGERS)
 
     def wait(self, timeout: float) -> None:
         """Wait until there may be something to receive, at most `timeout` seconds."""
-        self._poller.poll(int(timeout * 1000))
-        with contextlib.suppress(BlockingIOError):
+        if any(descriptor == self._woken.fileno() for descriptor, _ in self._poller.poll(int(timeout * 1000))):
             self._woken.recv(64)
 
     def _wake_if_readable(self) -> None:

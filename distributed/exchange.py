@@ -62,7 +62,11 @@ class Exchange(Protocol):
         ...
 
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
-        """The same, but only rank 0 gets the other ranks' regions. The others may reuse their buffers afterwards."""
+        """The same, but only rank 0 gets the other ranks' regions. The others' buffers must not be written after it."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything that was exchanged is in place, on a GPU too."""
         ...
 
     def close(self) -> None:
@@ -153,6 +157,9 @@ class LaneExchange:
         else:
             self._start(buffers, regions, [0], [])()
 
+    def settle(self) -> None:
+        """Nothing here waits for another machine any more once an operation is over."""
+
     def close(self) -> None:
         self._close()
 
@@ -167,9 +174,13 @@ class LaneExchange:
             self._send(self._chunks(memories, regions[self.rank]), to)
 
         def finish() -> None:
+            device = buffers[0].device
+            computing = _event(device) if device.type == "cuda" else None
             began = time.perf_counter()
             self._receive({rank: self._chunks(memories, regions[rank]) for rank in of})
-            self.waiting += time.perf_counter() - began
+            # Nobody waited as long as the GPU had something to compute.
+            if computing is None or computing.query():
+                self.waiting += time.perf_counter() - began
 
         return finish
 
@@ -286,14 +297,19 @@ class _Memory:
         self.staged[start:stop].copy_(self.own[start:stop], non_blocking=True)
         if self.own.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return _event(self.own.device)
 
     def copy_in(self, start: int, stop: int) -> None:
         """Start copying bytes from the host."""
         if self.staged is not None and self.own is not None:
             self.own[start:stop].copy_(self.staged[start:stop], non_blocking=True)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """An event that comes when the device has done what was asked of it so far."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class _Chunk(NamedTuple):

@@ -107,7 +107,8 @@ def join_group(
 
     try:
         carriers = helper.call(join, check, limits.GROUP_JOIN_TIMEOUT)
-    except (RuntimeError, OSError) as error:
+    # AttributeError, TypeError: process groups made by hand are no stable interface of torch.
+    except (RuntimeError, OSError, AttributeError, TypeError) as error:
         helper.close()
         raise ExchangeFailed(
             f"the machines did not find each other for the exchange of tokens over {backend} ({_first_line(error)}); "
@@ -160,6 +161,11 @@ class GroupExchange:
             self._start(buffers, regions, [], list(range(1, self.size)), last=True)()
         else:
             self._start(buffers, regions, [0], [], last=True)()
+
+    def settle(self) -> None:
+        with self._closed_on_failure():
+            for carrier in self._carriers:
+                carrier.finish(self.check)
 
     def close(self) -> None:
         """End what is under way, on the GPU too, and leave the group. Any thread may call this, more than once."""

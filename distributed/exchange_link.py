@@ -21,6 +21,7 @@ from .outputs import synchronize
 _GREETING = b"exchange"
 # A rank that is joined sooner sends at most a tiny operation and waits.
 _MAX_ARRIVED = 256
+_MAX_LEFT = 65_536
 SECRET_BYTES = 32
 
 
@@ -66,12 +67,15 @@ class ExchangeListener:
         """Wait until all these have greeted. Returns what ranks that were joined sooner have sent meanwhile."""
         deadline = time.monotonic() + limits.EXCHANGE_JOIN_TIMEOUT
         arrived: list[list[zmq.Frame]] = []
+        expected = frozenset(identities)
         while identities:
             check()
             if time.monotonic() > deadline:
                 raise ExchangeFailed("the machines did not find each other for the exchange of tokens")
             if self._sock.poll(int(limits.POLL_SECONDS * 1000)):
                 frames = self._sock.recv_multipart(copy=False)
+                if frames[0].bytes not in expected:
+                    continue  # a stranger, or the end of an earlier exchange
                 if [frame.bytes for frame in frames[1:]] == [_GREETING]:
                     identities.discard(frames[0].bytes)
                 elif len(arrived) < _MAX_ARRIVED:
@@ -135,6 +139,11 @@ def _close(
                 with contextlib.suppress(zmq.ZMQError):
                     lane.socket.close(linger=0)
     context.term()
+    if shared is not None:
+        # What the others had sent before they heard of the end would stay in memory until the next exchange.
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MAX_LEFT):
+                shared.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
 def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
@@ -144,11 +153,13 @@ def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
     """
     exchange.begin(0)
     trips, rates = [], []
-    for size, seconds in ((1, trips), (1, trips), (1, trips), (limits.EXCHANGE_PROBE_BYTES, rates)) * 2:
+    for size, seconds in ((1, trips), (1, trips), (1, trips), *((limits.EXCHANGE_PROBE_BYTES, rates),) * 4):
         buffer = torch.zeros(exchange.size, size, dtype=torch.uint8, device=device)
         synchronize(buffer)
         began = time.perf_counter()
         exchange.all_gather([buffer], [[(rank, rank + 1)] for rank in range(exchange.size)])
+        exchange.settle()
         synchronize(buffer)
         seconds.append(time.perf_counter() - began)
-    return min(trips), limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / min(rates)
+    trip = min(trips)
+    return trip, limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / max(min(rates) - trip, 1e-6)

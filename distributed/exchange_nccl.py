@@ -65,19 +65,29 @@ class NcclCarrier:
         # Of what is not known to be over, when the stream began to wait and when it went on.
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._aborted = False
-        self._connect(rank, size)
+        try:
+            self._connect(rank, size)
+        except BaseException:
+            self.abort()
+            raise
 
     def _connect(self, rank: int, size: int) -> None:
         # NCCL connects two ranks when they first exchange something, and blocks the host until both are there.
+        deadline = time.monotonic() + limits.GROUP_JOIN_TIMEOUT
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the other machines do not answer over NCCL")
+
         byte = torch.zeros(size, dtype=torch.uint8, device=self._device)
         others = [other for other in range(size) if other != rank]
         self.start(
             [(other, byte[rank : rank + 1]) for other in others],
             [(other, byte[other : other + 1]) for other in others],
             0,
-            lambda: None,
+            check,
         )()
-        self.finish(lambda: None)
+        self.finish(check)
         self.waiting = 0.0
 
     def start(self, sends: Messages, receives: Messages, tag: int, check: Callable[[], None]) -> Callable[[], None]:

@@ -51,7 +51,7 @@ class Ledger:
         """Whether to go on splitting, as far as `auto` decides that; notes why not."""
         if self._report.mode != "auto" or plan.pays(costs, size, DRIVER):
             return True
-        self._report.add_reason("splitting is not faster here")
+        self._report.add_reason(costs.verdict)
         return False
 
     def wants_measure_alone(self, costs: Costs) -> bool:

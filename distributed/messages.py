@@ -15,7 +15,7 @@ A driver opens one channel per run and worker. The exchange, driver on the left:
                     <-  EXCHANGE    where this worker listens for the other ranks
     EXCHANGE_JOIN   ->              this worker's rank, everybody's addresses, the secret that opens them
                     <-  EXCHANGE    it is joined, or FAILED
-    ABANDON         ->              give up forwards by tokens up to a number; the run goes on
+    ABANDON         ->              give up joins and forwards by tokens up to a number; the run goes on
     CANCEL          ->              stop what runs; nothing is answered
     END             ->              the run is over
 

@@ -228,15 +228,17 @@ class Peer:
         """Have the worker join the other ranks. Returns a ticket for `joined`. Raises PeerFailed."""
         return self._send(Kind.EXCHANGE_JOIN, body)
 
-    def joined(self, ticket: int) -> None:
-        """Wait until the worker has joined. Raises PeerFailed."""
-        self._finish_exchange(ticket)
+    def joined(self, ticket: int) -> str | None:
+        """Wait until the worker has joined; the reason if it could not. Raises PeerFailed if the worker is gone."""
+        answer = self._wait_or_fail(ticket)
+        return None if answer.kind is Kind.EXCHANGE else f"{self.name}: {answer.body.get('reason')}"
 
-    def raise_if_failed(self, ticket: int) -> None:
-        """Raises PeerFailed if the worker has given up on a forward; does not wait or read."""
+    def failure(self, ticket: int) -> str | None:
+        """Why the worker has given up on what it was asked for, if it said so already; does not wait or read."""
         for answer in self._answers.get(ticket, ()):
             if answer.kind is Kind.FAILED:
-                raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+                return f"{self.name}: {answer.body.get('reason')}"
+        return None
 
     def outcome(self, ticket: int) -> float | None:
         """Seconds a worker computed its tokens of a forward; None while it does. Raises PeerFailed if it cannot."""

@@ -43,6 +43,10 @@ class Costs:
     alone_is_cold: bool = True
     trials: list[float] = field(default_factory=list)
     splits_from: float = 0.0
+    # Why not before then.
+    verdict: str = "splitting is not faster here"
+    # What the ranks of a token split have to swap in a forward, once that is known.
+    swapped_bytes: int = 0
 
     def pace(self, node: str) -> float | None:
         """Rows per second: the best of the last few, since interference only ever slows. None until measured twice."""
@@ -65,6 +69,12 @@ class Costs:
 
     def record_split(self, seconds: float) -> None:
         self.trials = [*self.trials, seconds][-limits.TRIAL_FORWARDS :]
+
+    def refuse(self, verdict: str) -> None:
+        """Splitting does not pay, for a while: the other machine or the link may have been busy."""
+        self.splits_from = time.monotonic() + _VERDICT_SECONDS
+        self.verdict = verdict
+        self.trials = []
 
     def alone_estimate(self, rows: int, driver: str) -> float | None:
         """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
@@ -140,6 +150,5 @@ def pays(costs: Costs, rows: int, driver: str) -> bool:
     alone = costs.alone_estimate(rows, driver)
     if alone is None or min(costs.trials) <= limits.WORTHWHILE_RATIO * alone:
         return True
-    costs.splits_from = time.monotonic() + _VERDICT_SECONDS
-    costs.trials = []
+    costs.refuse("splitting is not faster here")
     return False

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import limits, plan
+from .compute_path import NATIVE
 from .exchange import ExchangeFailed
 from .layout import NotSplittable
 from .ledger import DRIVER, Forward, Ledger
-from .outputs import device_of, relative_difference, shapes, tolerance
+from .outputs import device_of, relative_difference, shapes, synchronize, tolerance
 from .peer import Peer
 from .peers import Peers
 from .plan import Costs
 from .report import Report
 from .rows import Call
-from .split_tokens import PeerLost, TokenRun
+from .split_tokens import PeerLost, TokenForward, TokenRun
 
 _SPLIT = "tokens"
 
@@ -38,16 +40,27 @@ class ByTokens:
         self._ledger = ledger
         self._report = report
         self._plain = plain
+        self._operations = 0
 
     def forward(self, forward: Forward, call: Call) -> Any:
         """Compute a forward, by tokens as far as that is possible and pays."""
         self._peers.look()
         output = None
-        if self.tokens.refused:
-            self._report.add_reason(self.tokens.refused)
+        refused = self.tokens.refused or self._refusal()
+        if refused:
+            self._report.add_reason(refused)
         elif (plain := self._plain(call)) is not None and (peers := self._peers.ready()):
             output = self._with(peers, forward, call, plain)
         return forward(*call.args, **call.kwargs) if output is None else output
+
+    def _refusal(self) -> str | None:
+        recipe = self._peers.recipe
+        if recipe is not None and recipe.tree.get("paths", {}).get("nvfp4") == NATIVE:
+            return (
+                "NVFP4 layers that multiply natively scale by the largest activation of all tokens, which no machine "
+                "of a token split sees; use CFG above 1, a batch, or another format"
+            )
+        return None
 
     def close(self) -> None:
         """Leave the exchange."""
@@ -56,65 +69,75 @@ class ByTokens:
 
     def _with(self, peers: list[Peer], forward: Forward, call: Call, plain: Call) -> Any:
         costs = self._ledger.costs(peers, (_SPLIT, shapes(call)))
-        if self._ledger.unproven(peers, _SPLIT):
-            return self._prove(peers, forward, call, plain, costs)
         if not self._ledger.pays(costs, 1):
             return None
-        if self._ledger.wants_measure_alone(costs):
-            return self._ledger.alone(forward, call, costs)
-        output = self._split(peers, forward, call, plain, costs)
-        self._report.forwards_split += output is not None
-        return output
-
-    def _prove(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> Any:
-        """Compute a forward here, and then again by tokens: only a split that was seen to be right is used."""
-        with self._failures():
-            expected, alone = self.tokens.measure(forward, call)
-            costs.record_alone(alone, first_of_run=self._report.forwards == 1)
-            if self._report.mode == "auto" and not self._link_pays(peers, call, alone):
-                return expected
-            output = self._split(peers, forward, call, plain, costs)
-            if output is None:
-                return expected
-            difference = relative_difference(output, expected)
-            if difference <= tolerance(expected):
-                for peer in peers:
-                    self._ledger.prove(peer, _SPLIT)
-            else:
-                self.tokens.refused = (
-                    f"the machines together compute something else than this one (relative difference "
-                    f"{difference:.1e}); check that all have the same software and model file"
-                )
-                self._report.add_event(self.tokens.refused)
+        # A family's row can be wrong for one argument and right for all others.
+        split = f"{_SPLIT} {sorted(name for name, value in call.kwargs.items() if value is not None)}"
+        if not self._ledger.unproven(peers, split):
+            if self._ledger.wants_measure_alone(costs):
+                return self._measure(forward, call, costs)
+            done = self._split(peers, forward, call, plain, costs)
+            if done is None:
+                return None
+            self._report.forwards_split += 1
+            self._ledger.record_split(costs, done.seconds, 1, split=True)
+            return done.output
+        expected = self._measure(forward, call, costs)
+        if expected is None or (self._report.mode == "auto" and not self._link_pays(peers, call, costs)):
             return expected
+        # Here alone, and then again by tokens: only a split that was seen to be right is used.
+        done = self._split(peers, forward, call, plain, costs)
+        if done is None:
+            return expected
+        difference = relative_difference(done.output, expected)
+        if difference <= tolerance(expected):
+            for peer in peers:
+                self._ledger.prove(peer, split)
+        else:
+            self.tokens.refused = (
+                f"the machines together compute something else than this one (relative difference "
+                f"{difference:.1e}); check that all have the same software and model file"
+            )
+            self._report.add_event(self.tokens.refused)
+        return expected
+
+    def _measure(self, forward: Forward, call: Call, costs: Costs) -> Any:
+        """The output of a forward that is computed here, what it costs and would have to swap; None if it cannot be."""
+        with self._failures():
+            began = time.perf_counter()
+            output, volume = self.tokens.measure(forward, call)
+            synchronize(output)
+            costs.record_alone(time.perf_counter() - began, first_of_run=self._report.forwards == 1)
+            costs.swapped_bytes, self._operations = volume.bytes, volume.operations
+            return output
         return None
 
-    def _link_pays(self, peers: list[Peer], call: Call, alone: float) -> bool:
+    def _link_pays(self, peers: list[Peer], call: Call, costs: Costs) -> bool:
         with self._failures():
-            link = self.tokens.join(peers, device_of(call.args[0]))
-            volume = self.tokens.volume
-            if link.predict(volume, alone, len(peers) + 1) <= limits.WORTHWHILE_RATIO * alone:
+            link, alone = self.tokens.join(peers, device_of(call.args[0])), costs.alone or 0.0
+            predicted = link.predict(costs.swapped_bytes, self._operations, alone, len(peers) + 1)
+            if predicted <= limits.WORTHWHILE_RATIO * alone:
                 return True
-            self.tokens.refused = (
+            costs.refuse(
                 f"a token split would not be faster over this link: {link.rate / 1e9:.2g} GB/s for "
-                f"{volume.bytes / 1e9:.2g} GB per forward, which takes {alone:.2g} s here"
+                f"{costs.swapped_bytes / 1e9:.2g} GB per forward, which takes {alone:.2g} s here"
             )
-            self._report.add_reason(self.tokens.refused)
+            self._report.add_reason(costs.verdict)
         return False
 
-    def _split(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> Any:
-        """The output of a forward computed by tokens, or None if that did not work out."""
-        for peer, part, seconds in self.tokens.heard():
-            self._ledger.record_pace(costs, peer.worker_id, part, seconds)
+    def _split(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> TokenForward | None:
+        """A forward computed by tokens, or None if that did not work out."""
+        for kind, peer, part, seconds in self.tokens.heard():
+            self._ledger.record_pace(kind, peer.worker_id, part, seconds)
         parts = plan.fractions(costs, [DRIVER, *(peer.worker_id for peer in peers)])
+        overlap = self.tokens.overlaps(costs.swapped_bytes, costs.alone, len(parts))
         with self._failures():
-            done = self.tokens.forward(forward, call, plain, peers, parts)
+            done = self.tokens.forward(forward, call, plain, peers, parts, kind=costs, overlap=overlap)
             self._ledger.record_pace(costs, DRIVER, done.parts[0], done.busy)
             self._report.split, self._report.rows = _SPLIT, {}
             self._report.tokens = dict(zip([DRIVER, *(peer.name for peer in peers)], done.parts, strict=True))
             self._report.waiting += done.waiting
-            self._ledger.record_split(costs, done.seconds, 1, split=True)
-            return done.output
+            return done
         return None
 
     @contextlib.contextmanager

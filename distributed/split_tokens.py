@@ -6,6 +6,7 @@ What is computed how is tokens' business; whether a split pays, and what is done
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -49,6 +50,16 @@ class TokenForward:
 
 
 @dataclass(frozen=True)
+class _Started:
+    """What a worker was asked for, by the number of the message, and its part of the tokens of a forward of a kind."""
+
+    peer: Peer
+    number: int
+    part: float
+    kind: Any
+
+
+@dataclass(frozen=True)
 class Link:
     """What an exchange was measured to be: seconds of a tiny operation, bytes per second that come in."""
 
@@ -56,9 +67,9 @@ class Link:
     trip: float
     rate: float
 
-    def predict(self, volume: Volume, alone: float, ranks: int) -> float:
+    def predict(self, swapped_bytes: int, operations: int, alone: float, ranks: int) -> float:
         """Seconds of a forward by tokens that takes one machine `alone`, if all are alike and nothing overlaps."""
-        return alone / ranks + volume.operations * self.trip + volume.bytes * (1 - 1 / ranks) / self.rate
+        return alone / ranks + operations * self.trip + swapped_bytes * (1 - 1 / ranks) / self.rate
 
 
 # Parts that differ by less stay as they are.
@@ -101,13 +112,10 @@ class TokenRun:
         self._number = 0
         self._failures = 0
         self._parts: tuple[float, ...] = ()
-        # Of a forward that this machine computed alone.
-        self._seconds_alone = 0.0
-        self.volume = Volume()
         # What all ranks agreed upon for forwards of certain parts and shapes.
         self._plans: dict[Hashable, str | None] = {}
-        # Forwards whose workers have not said yet how long they took: (peer, ticket, part of the tokens).
-        self._unheard: list[tuple[Peer, int, float]] = []
+        # Forwards whose workers have not said yet how long they took.
+        self._unheard: list[_Started] = []
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -117,24 +125,20 @@ class TokenRun:
             return sent, received
         return sent + self._exchange.sent_bytes, received + self._exchange.received_bytes
 
-    def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, float]:
-        """(output, seconds) of a forward computed here alone; `volume` then says what its ranks would have to swap.
-
-        Raises NotSplittable.
-        """
+    def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, Volume]:
+        """The output of a forward computed here alone, and what its ranks would have to swap. Raises NotSplittable."""
         assert self._family is not None
-        began = time.perf_counter()
-        output, self.volume = measure(self._family, self._model, forward, call.args, call.kwargs)
-        synchronize(output)
-        self._seconds_alone = time.perf_counter() - began
-        return output, self._seconds_alone
+        return measure(self._family, self._model, forward, call.args, call.kwargs)
 
-    def _overlaps(self, ranks: int) -> bool:
-        """Whether ranks attend to their own tokens while the others' are on their way: exact only up to rounding."""
-        if self._cluster.overlap != "auto" or self.link is None or not self._seconds_alone:
+    def overlaps(self, swapped_bytes: int, alone: float | None, ranks: int) -> bool:
+        """Whether ranks attend to their own tokens while the others' are on their way: exact only up to rounding.
+
+        swapped_bytes, alone: of a forward, all its ranks' bytes and the seconds it takes one machine, where known.
+        """
+        if self._cluster.overlap != "auto" or self.link is None or not alone:
             return self._cluster.overlap == "on"
-        exchanging = self.volume.bytes * (1 - 1 / ranks) / self.link.rate
-        return exchanging > _OVERLAP_FROM * self._seconds_alone / ranks
+        exchanging = swapped_bytes * (1 - 1 / ranks) / self.link.rate
+        return exchanging > _OVERLAP_FROM * alone / ranks
 
     def join(self, peers: Sequence[Peer], device: torch.device) -> Link:
         """Join these workers for tensors on `device`, if that is not done yet. Raises PeerLost and ExchangeFailed."""
@@ -146,89 +150,119 @@ class TokenRun:
 
     def _join_best(self, device: torch.device) -> Link:
         """Join by the engine that was the fastest in an earlier run, or try all that are possible."""
+        backends = self._backends(device)
         offers = []
         for peer in self._joined:
             with _of(peer):
-                offers.append(peer.open_exchange(store=self._groups_allowed and not offers))
-        engines = self._engines(offers, device)
+                offers.append(peer.open_exchange(store=bool(backends) and not offers))
+        engines = self._engines(offers, backends)
         who = tuple(peer.worker_id for peer in self._joined)
-        if len(engines) == 1 or _fastest.get(who) in engines:
-            return self._join(_fastest.get(who, engines[0]) if len(engines) > 1 else engines[0], offers, device)
+        if _fastest.get(who) in engines:
+            return self._join(_fastest[who], offers, device)
         links: dict[str, Link] = {}
+        problems = []
         for engine in engines:
             try:
                 links[engine] = self._join(engine, offers, device)
             except ExchangeFailed as error:
-                if not links:
-                    raise
-                self._on_event(f"{engine}: {error}")
+                problems.append(f"{engine}: {error}")
+        if not links:
+            raise ExchangeFailed("; ".join(problems))
+        for problem in problems:
+            self._on_event(problem)
         best = max(links, key=lambda engine: links[engine].rate)
         _fastest[who] = best
         return links[best] if best == engines[-1] else self._join(best, offers, device)
 
-    @property
-    def _groups_allowed(self) -> bool:
-        """Whether tokens may travel in the clear, between ports that ask nobody who they are."""
-        return self._cluster.trusted_link or all(address.is_loopback for address in self._cluster.workers)
+    def _backends(self, device: torch.device) -> tuple[str, ...]:
+        """Process groups that may be used: tokens cross them in the clear, between ports that ask nobody's name."""
+        wanted = self._cluster.exchange
+        private = self._cluster.trusted_link or all(address.is_loopback for address in self._cluster.workers)
+        if wanted == LANES:
+            return ()
+        if wanted != "auto" and not private:
+            raise ExchangeFailed(f"an exchange over {wanted} is only for a trusted_link; see the configuration")
+        # Gloo has nothing that lanes have not.
+        able = [name for name in available_backends(device) if name == (wanted if wanted != "auto" else "nccl")]
+        return tuple(able) if private else ()
 
-    def _engines(self, offers: Sequence[ExchangeOffer], device: torch.device) -> list[str]:
-        backends = available_backends(device) if self._groups_allowed else ()
+    def _engines(self, offers: Sequence[ExchangeOffer], backends: Sequence[str]) -> list[str]:
         common = [backend for backend in backends if all(backend in offer.backends for offer in offers)]
         wanted = self._cluster.exchange
         if wanted in ("auto", LANES):
-            # Gloo has nothing that lanes have not.
-            return [LANES, *(backend for backend in common if backend == "nccl" and wanted == "auto")]
-        if wanted not in common:
-            why = "not possible between these machines" if self._groups_allowed else "only for a trusted_link"
-            raise ExchangeFailed(f"the configuration asks for an exchange over {wanted}, which is {why}")
-        return [wanted]
+            return [LANES, *common]
+        if not common:
+            raise ExchangeFailed(f"an exchange over {wanted} is not possible between these machines")
+        return common
 
     def _join(self, engine: str, offers: Sequence[ExchangeOffer], device: torch.device) -> Link:
         assert self._family is not None
         self._leave()
-        addresses = (None, *((offer.host, offer.port) for offer in offers))
-        store = None if engine == LANES else (offers[0].host, offers[0].store_port)
-        for host, port in {address for address in (*addresses, store) if address is not None}:
-            _require_reachable(host, port)
+        hosts = [_reachable(offer.host, offer.port if engine == LANES else offer.store_port) for offer in offers[:1]]
+        hosts += [_reachable(offer.host, offer.port) for offer in offers[1:]]
+        if len({ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts}) > 1:
+            raise ExchangeFailed("workers on this machine or behind a tunnel cannot be reached by those elsewhere")
+        addresses = (None, *((host, offer.port) for host, offer in zip(hosts, offers, strict=True)))
+        store = None if engine == LANES else (hosts[0], offers[0].store_port)
         secret = os.urandom(SECRET_BYTES)
-        tickets: list[tuple[Peer, int, float]] = []
-        for rank, peer in enumerate(self._joined, start=1):
-            with _of(peer):
-                ticket = peer.start_joining(Invitation(engine, rank, addresses, secret, store).as_dict())
-                tickets.append((peer, ticket, 0.0))
-        check = self._watch(tickets)
-        self._exchange = join(Invitation(engine, 0, addresses, secret, store), device, check)
-        self._exchange.check = check
-        trip, rate = probe(self._exchange, device)
-        for peer, ticket, _ in tickets:
-            with _of(peer):
-                peer.joined(ticket)
+        self._number += 1
+        tickets: list[_Started] = []
+        try:
+            for rank, peer in enumerate(self._joined, start=1):
+                body = {**Invitation(engine, rank, addresses, secret, store).as_dict(), "number": self._number}
+                with _of(peer):
+                    tickets.append(_Started(peer, peer.start_joining(body), 0.0, None))
+            check = self._watch(tickets, joining=True)
+            self._exchange = join(Invitation(engine, 0, addresses, secret, store), device, check)
+            self._exchange.check = check
+            trip, rate = probe(self._exchange, device)
+            for ticket in tickets:
+                with _of(ticket.peer):
+                    problem = ticket.peer.joined(ticket.number)
+                if problem is not None:
+                    raise ExchangeFailed(problem)
+        except BaseException:
+            self._abandon(tickets)
+            raise
         self._split = TokenSplit(self._family, self._exchange)
         return Link(engine, trip, rate)
 
+    def _abandon(self, started: Sequence[_Started]) -> None:
+        """Have workers give up what they were last asked for."""
+        for each in started:
+            with contextlib.suppress(PeerFailed):
+                each.peer.abandon(self._number)
+
     def forward(
-        self, forward: Callable[..., Any], call: Call, plain: Call, peers: Sequence[Peer], parts: Sequence[float]
+        self,
+        forward: Callable[..., Any],
+        call: Call,
+        plain: Call,
+        peers: Sequence[Peer],
+        parts: Sequence[float],
+        *,
+        kind: Any,
+        overlap: bool,
     ) -> TokenForward:
         """Compute a forward, `parts` of its tokens on this machine and each of the peers.
 
-        `plain` is the call as it travels. Raises NotSplittable, PeerLost, ExchangeFailed and what the forward raises.
+        `plain` is the call as it travels; `kind` comes back with what `heard` tells of it; `overlap`: see TokenSplit.
+        Raises NotSplittable, PeerLost, ExchangeFailed and what the forward raises.
         """
         self.join(peers, device_of(call.args[0]))
         assert self._exchange is not None
         assert self._split is not None
         parts = self._steady(parts)
-        alike = (tuple(parts), _shapes(plain))
+        alike = (tuple(parts), overlap, _shapes(plain))
         self._number += 1
-        agreed, overlap = self._plans.get(alike), self._overlaps(len(parts))
+        agreed = self._plans.get(alike)
+        plan = {"shares": list(parts), "number": self._number, "agreed": agreed, "overlap": overlap}
         began, waited = time.perf_counter(), self._exchange.waiting
-        started: list[tuple[Peer, int, float]] = []
+        started: list[_Started] = []
         try:
             for peer, part in zip(peers, parts[1:], strict=True):
                 with _of(peer):
-                    ticket = peer.start(
-                        plain, {"shares": list(parts), "number": self._number, "agreed": agreed, "overlap": overlap}
-                    )
-                    started.append((peer, ticket, part))
+                    started.append(_Started(peer, peer.start(plain, plan), part, kind))
             self._exchange.check = self._watch(started)
             output = self._split.run(
                 self._model, forward, call.args, call.kwargs, parts, self._number, agreed, overlap=overlap
@@ -236,9 +270,7 @@ class TokenRun:
             synchronize(output)
             self._plans[alike] = self._split.plan
         except BaseException:
-            for peer, _, _ in started:
-                with contextlib.suppress(PeerFailed):
-                    peer.abandon(self._number)
+            self._abandon(started)
             raise
         seconds, waiting = time.perf_counter() - began, self._exchange.waiting - waited
         self._unheard += started
@@ -251,20 +283,21 @@ class TokenRun:
             self._parts = tuple(parts)
         return self._parts
 
-    def heard(self) -> list[tuple[Peer, float, float]]:
-        """(peer, part of the tokens, seconds) of earlier forwards that workers have reported on since the last call."""
+    def heard(self) -> list[tuple[Any, Peer, float, float]]:
+        """(kind, peer, part of the tokens, seconds) of earlier forwards that workers have reported on since."""
         news, self._unheard, waiting = [], [], self._unheard
-        for peer, ticket, part in waiting:
+        for each in waiting:
             with contextlib.suppress(PeerFailed):
-                seconds = peer.outcome(ticket)
+                seconds = each.peer.outcome(each.number)
                 if seconds is None:
-                    self._unheard.append((peer, ticket, part))
+                    self._unheard.append(each)
                 else:
-                    news.append((peer, part, seconds))
+                    news.append((each.kind, each.peer, each.part, seconds))
         return news
 
     def failed(self, why: str) -> None:
         """An exchange went wrong. It is tried once more, from the start."""
+        _fastest.pop(tuple(peer.worker_id for peer in self._joined), None)
         self.close()
         self._failures += 1
         if self._failures > 1:
@@ -284,7 +317,7 @@ class TokenRun:
             self._exchange.close()
         self._exchange = self._split = None
 
-    def _watch(self, started: Sequence[tuple[Peer, int, float]]) -> Callable[[], None]:
+    def _watch(self, started: Sequence[_Started], *, joining: bool = False) -> Callable[[], None]:
         """A check for the length of a forward: interrupts, and workers that are gone or give up. Cheap to call."""
         next_look = 0.0
 
@@ -297,9 +330,12 @@ class TokenRun:
             for peer in self._joined:
                 with _of(peer):
                     peer.look()
-            for peer, ticket, _ in started:
-                with _of(peer):
-                    peer.raise_if_failed(ticket)
+            for each in started:
+                problem = each.peer.failure(each.number)
+                if problem is not None and joining:
+                    raise ExchangeFailed(problem)
+                if problem is not None:
+                    raise PeerLost(each.peer, problem)
 
         return check
 
@@ -310,10 +346,10 @@ def _shapes(call: Call) -> Hashable:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in found)
 
 
-def _require_reachable(host: str, port: int) -> None:
-    """Raises ExchangeFailed at once where joining would wait until it gives up."""
+def _reachable(host: str, port: int) -> str:
+    """The IP address of `host` that answers. Raises ExchangeFailed at once where joining would wait for its limit."""
     try:
-        reach(host, port, f"{host}:{port}")
+        return reach(host, port, f"{host}:{port}")
     except ChannelLost as error:
         raise ExchangeFailed(f"the token split needs a port of its own, but {error}") from None
 

@@ -117,6 +117,9 @@ class _Alone:
     def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
         self.all_gather(buffers, regions)
 
+    def settle(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -189,7 +192,7 @@ class _Forward:
 
             end = self._family.gather_before
             if end:
-                hook(model.get_submodule(end).register_forward_pre_hook(self._gather_argument(blocks[-1][0])))
+                hook(_submodule(model, end).register_forward_pre_hook(self._gather_argument(blocks[-1][0])))
             for position, (lists, module) in enumerate(blocks):
                 enter = self._entering(lists, module)
                 leave = self._leaving(lists, last=not end and position == len(blocks) - 1)
@@ -197,7 +200,7 @@ class _Forward:
                 hook(module.register_forward_hook(leave))
                 for path, choices in lists.attention.items():
                     if path:
-                        attention = module.get_submodule(path)
+                        attention = _submodule(module, path)
                         hook(attention.register_forward_pre_hook(self._set_attending(choices)))
                         hook(attention.register_forward_hook(self._set_attending(())))
             yield
@@ -405,7 +408,7 @@ class _Forward:
         """The rows of a mask [..., queries, keys] for this rank; one row for all stays."""
         if mask.ndim < 2 or mask.shape[-2] in (1, queries):
             return mask
-        return self._cut(mask, streams, mask.ndim - 2)
+        return self._once(f"mask {streams}", mask, lambda full: self._cut(full, streams, full.ndim - 2))
 
     def _all_gather(self, own: list[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
         """Token-major tensors [own tokens, …] -> [all tokens, …], in memory that the next call but one uses again."""
@@ -457,6 +460,13 @@ class _Forward:
             self._exchange.agree(self.plan)
         elif self._expected != self.plan:
             raise ExchangeFailed(DISAGREEMENT)
+
+
+def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        raise NotSplittable(f"{type(module).__name__} has no {path} in this version of ComfyUI") from None
 
 
 def _modules(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:

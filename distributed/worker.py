@@ -109,7 +109,7 @@ class _Driver:
     kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
     shares: int = 0
     seconds: float = 0.0
-    # Forwards by tokens up to this number are given up.
+    # Joins and forwards by tokens up to this number are given up.
     abandoned: int = 0
 
 
@@ -366,7 +366,8 @@ class Worker:
 
     def _exchange_join(self, driver: _Driver, message: Message) -> None:
         def joined() -> dict[str, Any]:
-            return self._tokens.join(message.body, driver.replica, self._wanted(driver))
+            check = self._wanted(driver, int(message.body["number"]))
+            return self._tokens.join(message.body, driver.replica, check)
 
         self._jobs.add(_Job(driver.session, message.number, Kind.EXCHANGE, joined))
 
@@ -385,11 +386,11 @@ class Worker:
     def _abandon(self, driver: _Driver, message: Message) -> None:
         driver.abandoned = max(driver.abandoned, int(message.body["number"]))
 
-    def _wanted(self, driver: _Driver, number: int | None = None) -> Callable[[], None]:
-        """A check that raises Stopped once the driver does not want the running job, or forward `number`, any more."""
+    def _wanted(self, driver: _Driver, number: int) -> Callable[[], None]:
+        """A check that raises Stopped once the driver does not want join or forward `number` any more."""
 
         def check() -> None:
-            if self._jobs.cancelled(driver.session) or (number is not None and number <= driver.abandoned):
+            if self._jobs.cancelled(driver.session) or number <= driver.abandoned:
                 raise Stopped("the driver gave this up")
 
         return check
