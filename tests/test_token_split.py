@@ -14,9 +14,11 @@ import pytest
 from monarch_split.demo.reference import ReferenceConfig, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed import limits, split_tokens, tokens
+from monarch_split.distributed.ledger import DRIVER
 from monarch_split.distributed.peer import Peer
+from monarch_split.distributed.plan import Costs
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, forget, open_session, render, sample_once
+from monarch_split.tests.driving import SAME, Stopped, forget, guided, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = [
@@ -241,3 +243,80 @@ def test_a_port_for_tokens_that_cannot_be_reached_is_named_and_costs_no_time(
     assert worst == 0
     assert report.forwards_split == 0
     assert f"needs a port of its own, but nothing listens at 127.0.0.1:{closed}" in report.line()
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_third_machine_lost_while_joining_does_not_hold_up_the_second(
+    forge: Forge,
+    worker: Worker,
+    deep_recipe: Recipe,
+    deep: ReferenceDiT,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    stock = split_tokens.probe
+    struck: list[float] = []
+
+    def probe(*exchange: Any) -> tuple[float, float]:
+        if not struck:
+            getattr(third, how)()
+            struck.append(time.monotonic())
+        return stock(*exchange)
+
+    monkeypatch.setattr(split_tokens, "probe", probe)
+    with ended(third := forge.worker("third")):
+        worst, report = render([worker.address, third.address], deep_recipe, deep, mode="tokens", cfg=1.0, steps=4)
+        assert time.monotonic() - struck[0] < NOTICED + 2
+    assert worst <= SAME
+    assert set(report.tokens) == {"this machine", "w"}, report.line()
+    assert report.forwards_split >= 2, report.line()
+
+
+def test_sizes_in_turn_keep_their_own_pace(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces: dict[int, list[float]] = {}
+    stock = Costs.record_pace
+
+    def record(costs: Costs, node: str, rows: float, seconds: float) -> None:
+        if node != DRIVER:
+            paces.setdefault(id(costs), []).append(rows / seconds)
+        stock(costs, node, rows, seconds)
+
+    monkeypatch.setattr(Costs, "record_pace", record)
+    with open_session([worker.address], recipe, mode="tokens", model=model) as session:
+        for _ in range(4):
+            for size in (64, 512):
+                sample_once(session, model, cfg=1.0, size=size, steps=2)
+    small, large = sorted((max(found) for found in paces.values()), reverse=True)
+    assert small > 3 * large
+
+
+def test_a_link_that_was_too_slow_is_not_tried_again_in_the_next_run(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[int] = []
+    stock = split_tokens.probe
+
+    def slow(*exchange: Any) -> tuple[float, float]:
+        probes.append(1)
+        return stock(*exchange)[0], 1e4
+
+    monkeypatch.setattr(split_tokens, "probe", slow)
+    for _ in range(2):
+        _, report = render(
+            [worker.address], recipe, model, mode="auto", cfg=1.0, steps=4, on_step=lambda _: time.sleep(0.3)
+        )
+        assert "would not be faster over this link" in report.line()
+    assert len(probes) == 1
+
+
+def test_tokens_mode_splits_tokens_of_conditionings_that_are_computed_apart(
+    workers: list[Worker], recipe: Recipe, model: ReferenceDiT
+) -> None:
+    # A run by rows first, so that the workers are known.
+    render([workers[0].address], recipe, model)
+    with open_session([workers[0].address], recipe, mode="tokens", model=model) as session:
+        latent = guided(model, 2, 1, session)
+    assert (latent - guided(model, 2, 1)).abs().max().item() <= SAME
+    assert session.report.split == "tokens", session.report.line()
