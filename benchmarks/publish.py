@@ -19,11 +19,17 @@ def record(name: str) -> dict[str, Any]:
 
 def numbers() -> str:
     """The README's table and the line below it, in Markdown."""
-    gpu, cpu = record("gpu_row_split"), record("row_split")
+    gpu, cpu, tokens = record("gpu_row_split"), record("row_split"), record("gpu_token_split")
     rows = [
         f"| {result['model']} | {result['alone_s']:.3g} s | {result['split_s']:.3g} s | {result['ratio']:.2f}x |"
         for result in gpu["results"]
         if result["placement"] == "two GPUs"
+    ]
+    names = {"nccl": "NCCL", "lanes": "ZeroMQ lanes"}
+    by_tokens = [
+        f"| {result['model']} | {names[result['engine']]}, {result['link_label']} | {result['alone_s']:.3g} s "
+        f"| {result['split_s']:.3g} s | {result['ratio']:.2f}x |"
+        for result in tokens["results"]
     ]
     engine = " and ".join(
         f"{1000 * result['engine_per_forward']['median_s']:.1f} ms ({result['model'].split(',')[0]})"
@@ -42,6 +48,13 @@ def numbers() -> str:
             f"Two processes with one thread each on two CPU cores, a step of {cpu['result']['alone_s']:.1f} s: "
             f"{cpu['result']['ratio']:.2f}x, of which the engine takes {cpu['result']['overhead_ms']:.1f} ms. "
             "Two DGX Sparks have not been measured yet. Records and scripts: [benchmarks](benchmarks).",
+            "",
+            "| one forward of one row, by tokens | exchange | one GPU | two GPUs | |",
+            "|---|---|---|---|---|",
+            *by_tokens,
+            "",
+            f"Between two processes on two {tokens['gpu']} of one machine, with random weights; the output is "
+            "that of one GPU bit for bit. Over ZeroMQ two GPUs of this speed lose: `auto` does not begin such a split.",
         ]
     )
 
