@@ -42,10 +42,10 @@ from .random_models import SHAPES
 RESULT = Path(__file__).parent / "results" / "gpu_token_split.json"
 
 
-def measure(other: OtherProcess, name: str, engine: str, repeats: int) -> dict[str, Any]:
+def measure(other: OtherProcess, name: str, engine: str, overlap: str, repeats: int) -> dict[str, Any]:
     """One row of `name` on one GPU and by tokens on two, in turns."""
     args, kwargs = SHAPES[name].inputs(1)
-    cluster = dataclasses.replace(other.cluster, exchange=engine)
+    cluster = dataclasses.replace(other.cluster, exchange=engine, overlap=overlap)
     with torch.inference_mode():
         model = random_models.build(name)
         family = find_family(model)
@@ -75,6 +75,7 @@ def measure(other: OtherProcess, name: str, engine: str, repeats: int) -> dict[s
     return {
         "model": SHAPES[name].label,
         "engine": engine,
+        "overlap": overlap,
         "runs": repeats,
         "alone_s": statistics.median(alone),
         "split_s": statistics.median(shared),
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", default=list(SHAPES))
     parser.add_argument("--engines", nargs="+", default=["nccl", "lanes"])
+    parser.add_argument("--overlap", default="off")
     parser.add_argument("--label", default="NVLink")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -115,10 +117,10 @@ def main() -> None:
         for engine in arguments.engines:
             with OtherProcess(1) as other:
                 repeats = arguments.repeats if name == "flux" else max(3, arguments.repeats // 4)
-                result = {"link_label": arguments.label, **measure(other, name, engine, repeats)}
+                result = {"link_label": arguments.label, **measure(other, name, engine, arguments.overlap, repeats)}
             print(json.dumps(result), flush=True)
-            same = ("link_label", "model", "engine")
-            kept = [old for old in record["results"] if any(old[key] != result[key] for key in same)]
+            same = ("link_label", "model", "engine", "overlap")
+            kept = [old for old in record["results"] if any(old.get(key) != result[key] for key in same)]
             record["results"] = [*kept, result]
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(record, indent=2) + "\n")

@@ -27,7 +27,8 @@ def numbers() -> str:
     ]
     names = {"nccl": "NCCL", "lanes": "ZeroMQ lanes"}
     by_tokens = [
-        f"| {result['model']} | {names[result['engine']]}, {result['link_label']} | {result['alone_s']:.3g} s "
+        f"| {result['model']} | {names[result['engine']]}, {result['link_label']}"
+        f"{', overlapped' if result['overlap'] == 'on' else ''} | {result['alone_s']:.3g} s "
         f"| {result['split_s']:.3g} s | {result['ratio']:.2f}x |"
         for result in tokens["results"]
     ]
@@ -53,8 +54,9 @@ def numbers() -> str:
             "|---|---|---|---|---|",
             *by_tokens,
             "",
-            f"Between two processes on two {tokens['gpu']} of one machine, with random weights; the output is "
-            "that of one GPU bit for bit. Over ZeroMQ two GPUs of this speed lose: `auto` does not begin such a split.",
+            f"Between two processes on two {tokens['gpu']} of one machine, with random weights; not overlapped, the "
+            "output is that of one GPU bit for bit. Over ZeroMQ two GPUs of this speed lose: `auto` does not begin "
+            "such a split.",
         ]
     )
 

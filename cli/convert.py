@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..demo.signals import stopped_by_signals
 from ..formats import UnsupportedFile
 from .environment import CommandError, find_comfyui, missing_imports, run_in
 
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     show = _show_progress if sys.stderr.isatty() else lambda done, total, name: None
     try:
-        converted = convert(args.source, args.target, args.to, layers=args.layers, progress=show)
+        with stopped_by_signals():
+            converted = convert(args.source, args.target, args.to, layers=args.layers, progress=show)
     except UnsupportedFile as error:
         raise CommandError(str(error)) from None
     except OSError as error:

@@ -148,7 +148,8 @@ def _cluster(file: Path, name: str, table: Any) -> Cluster:
     chosen = {key: table.get(key, values[0]) for key, values in choices.items()}
     for key, value in chosen.items():
         if value not in choices[key]:
-            raise ConfigurationError(f"{file}: {key} of cluster {name!r} is one of {', '.join(choices[key])}.")
+            listed = ", ".join(f'"{choice}"' for choice in choices[key])
+            raise ConfigurationError(f"{file}: {key} of cluster {name!r} is one of {listed}.")
     workers = tuple(parse_address(file, item) for item in table["workers"])
     return Cluster(name, workers, **chosen, **flags)
 

@@ -246,7 +246,9 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    """Its first sentence, without the place in somebody's source that Gloo puts in front."""
+    text = str(error).partition("\n")[0].rpartition("cc:")[2].partition("] ")
+    return (text[2] or text[0]).partition(". ")[0] or type(error).__name__
 
 
 class _GlooCarrier:

@@ -161,5 +161,6 @@ def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
         exchange.settle()
         synchronize(buffer)
         seconds.append(time.perf_counter() - began)
-    trip = min(trips)
-    return trip, limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / max(min(rates) - trip, 1e-6)
+    trip, best = min(trips), min(rates)
+    # Over the fastest links, enqueueing takes as long as the bytes do.
+    return trip, limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / max(best - trip, best / 2)

@@ -85,6 +85,9 @@ DIGEST_BLOCK_BYTES = 1 * MIB
 DIGEST_BLOCKS = 16
 DIGEST_SAMPLE_BYTES = 1024
 
+# How long `auto` waits for a worker that only has to say that it holds the model already.
+WARM_WORKER_SECONDS = 0.5
+
 # Split or not (see plan)
 TRIAL_FORWARDS = 2
 # A split has to beat one machine by this much to be kept.

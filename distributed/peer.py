@@ -23,6 +23,8 @@ from .recipe import Recipe
 from .rows import Call
 from .versions import Versions, mismatch
 
+_LOADED_POLL_SECONDS = 0.002
+
 
 class PeerFailed(Exception):
     """This worker takes no part in the run any more; the message says why and what to do."""
@@ -150,9 +152,14 @@ class Peer:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
         return int(answer.body["bytes"])
 
-    def loaded(self) -> bool:
-        """Whether `wait_ready` would return (or raise) without waiting."""
-        return self.ready or self.arrived(self._prepared)
+    def loaded(self, until: float) -> bool:
+        """Whether `wait_ready` would return (or raise) without waiting; waits for that until `until` (monotonic)."""
+        while not self.ready and not self.arrived(self._prepared):
+            if time.monotonic() > until:
+                return False
+            self._check()
+            time.sleep(_LOADED_POLL_SECONDS)
+        return True
 
     def wait_ready(self, recipe: Recipe) -> None:
         """Wait until the worker has built exactly `recipe`. Raises PeerFailed."""

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator
 
+from . import limits
 from .cluster import Cluster
 from .compute_path import common_paths
 from .options import NotReproducible
@@ -41,6 +42,7 @@ class Peers:
         self._dequantised = dequantised
         self._model_changes = contextlib.ExitStack()
         self._started = False
+        self._prepared_at = 0.0
         self._peers: list[Peer] = []
 
     def __contains__(self, peer: Peer) -> bool:
@@ -70,7 +72,7 @@ class Peers:
             # A ComfyUI or a loader that keeps its models in a way not known here must not end the render.
             self._report.add_reason(f"the model cannot be described ({type(error).__name__}: {error})")
             return
-        for address in self._cluster.workers:
+        for address in dict.fromkeys(self._cluster.workers):
             peer = Peer(address, self._check)
             self._peers.append(peer)
             with self.released_on_failure(peer):
@@ -82,6 +84,7 @@ class Peers:
         for peer in list(self._peers):
             with self.released_on_failure(peer):
                 peer.prepare(recipe, self._progress)
+        self._prepared_at = time.monotonic()
 
     def _same_paths(self, recipe: Recipe) -> Recipe:
         """Have all nodes multiply quantised layers the same way, or each in its own if the cluster prefers speed."""
@@ -125,7 +128,7 @@ class Peers:
             return []
         for peer in list(self._peers):
             with self.released_on_failure(peer):
-                if self._report.mode != "auto" or peer.loaded():
+                if self._report.mode != "auto" or peer.loaded(self._prepared_at + limits.WARM_WORKER_SECONDS):
                     peer.wait_ready(recipe)
         self.load_seconds += time.perf_counter() - began
         ready = [peer for peer in self._peers if peer.ready]

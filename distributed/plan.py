@@ -39,6 +39,8 @@ class Costs:
 
     # The latest paces of each node, rows per second.
     paces: dict[str, list[float]] = field(default_factory=dict)
+    # Whether a part of a forward takes its part of the time. Parts of one row's tokens do not: some cost is the same.
+    proportional: bool = True
     alone: float | None = None
     alone_is_cold: bool = True
     trials: list[float] = field(default_factory=list)
@@ -79,7 +81,7 @@ class Costs:
     def alone_estimate(self, rows: int, driver: str) -> float | None:
         """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
         pace = self.pace(driver)
-        linear = rows / pace if pace else None
+        linear = rows / pace if pace and self.proportional else None
         # A first forward that also paid for warming up would flatter the split.
         alone = None if self.alone_is_cold else self.alone
         known = [seconds for seconds in (alone, linear) if seconds is not None]

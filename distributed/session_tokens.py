@@ -69,6 +69,7 @@ class ByTokens:
 
     def _with(self, peers: list[Peer], forward: Forward, call: Call, plain: Call) -> Any:
         costs = self._ledger.costs(peers, (_SPLIT, shapes(call)))
+        costs.proportional = False
         if not self._ledger.pays(costs, 1):
             return None
         # A family's row can be wrong for one argument and right for all others.

@@ -90,6 +90,10 @@ class _SplitSampling:
                 if session.splits_tokens or _expected_rows(guider, noise) > 1:
                     session.start()
                 return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        except BaseException:
+            # How many of its steps it got to is not known here.
+            report.steps = 0
+            raise
         finally:
             self._on_report(report)
 

@@ -80,7 +80,7 @@ def test_a_cluster_that_is_not_there_is_an_error_that_names_those_that_are(file:
         ('[clusters.a]\nworkers = ["x:y"]', "'x:y' is not an address"),
         ("[clusters.a]\nworkers = []\nworker = 1", "unknown settings: worker"),
         ('[clusters.a]\nworkers = []\nallow_version_mismatch = "yes"', "true or false"),
-        ('[clusters.a]\nworkers = []\nprefer = "fast"', "one of exact, speed"),
+        ('[clusters.a]\nworkers = []\nprefer = "fast"', 'one of "exact", "speed"'),
         ('[cluster.default]\nworkers = ["10.0.0.2"]', "unknown settings: cluster"),
         ("default = 3", "is a name"),
         ("clusters = 3", "a table"),

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(60),
 ]
 
-NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 2.0
+NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 4.0
 DEEP = ReferenceConfig(depth=3)
 
 
@@ -135,10 +135,10 @@ def test_an_interrupt_within_an_exchange_stops_both_sides(
     began = time.monotonic()
     with pytest.raises(Stopped):
         render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0, check=check)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
     worker.behave()
     worst, report = render([worker.address], deep_recipe, deep, mode="tokens", cfg=1.0)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 10
     assert worst <= SAME
     assert report.forwards_split == 3, report.line()
 
@@ -266,7 +266,7 @@ def test_a_third_machine_lost_while_joining_does_not_hold_up_the_second(
     monkeypatch.setattr(split_tokens, "probe", probe)
     with ended(third := forge.worker("third")):
         worst, report = render([worker.address, third.address], deep_recipe, deep, mode="tokens", cfg=1.0, steps=4)
-        assert time.monotonic() - struck[0] < NOTICED + 2
+        assert time.monotonic() - struck[0] < NOTICED + limits.EXCHANGE_JOIN_TIMEOUT
     assert worst <= SAME
     assert set(report.tokens) == {"this machine", "w"}, report.line()
     assert report.forwards_split >= 2, report.line()
