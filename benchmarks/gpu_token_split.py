@@ -33,8 +33,8 @@ import torch
 from ..distributed.families import find_family
 from ..distributed.report import Report
 from ..distributed.session import Session
-from ..distributed.tokens import measure as measure_volume
 from ..distributed.versions import own_versions
+from ..distributed.volume import measure as measure_volume
 from . import random_models
 from .gpu_row_split import OtherProcess, relative, timed
 from .random_models import SHAPES

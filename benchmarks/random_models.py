@@ -15,8 +15,8 @@ import torch
 from ..distributed.families import find_family
 from ..distributed.files import FileRef
 from ..distributed.recipe import Recipe
+from ..distributed.runtime import Through, run_model
 from ..distributed.versions import own_versions
-from ..distributed.worker import Through, run_model
 
 NULL = "null"
 

@@ -16,7 +16,7 @@ from ..distributed.limits import DEFAULT_PORT
 from .environment import ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, run_in
 
 if TYPE_CHECKING:
-    from ..distributed.worker import Runtime
+    from ..distributed.runtime import Runtime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

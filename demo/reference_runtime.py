@@ -16,8 +16,8 @@ from ..distributed.codec import ProtocolError
 from ..distributed.families import Blocks, Family
 from ..distributed.files import FileRef, file_digest
 from ..distributed.recipe import Recipe
+from ..distributed.runtime import Through, run_model
 from ..distributed.versions import own_versions
-from ..distributed.worker import Through, run_model
 from .reference import ReferenceConfig, ReferenceDiT
 
 _TOKENS = ("x",)
@@ -49,7 +49,7 @@ def load_reference_model(path: Path) -> ReferenceDiT:
 
 
 class ReferenceRuntime:
-    """A runtime (see distributed.worker) for machines without ComfyUI."""
+    """A runtime (see distributed.runtime) for machines without ComfyUI."""
 
     def __init__(self) -> None:
         self.versions = own_versions(None)

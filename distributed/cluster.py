@@ -49,7 +49,9 @@ class Address:
 
 
 # lanes: ZeroMQ. nccl and gloo: torch.distributed, between GPUs and between CPUs. auto: the fastest that is possible.
-EXCHANGES = ("auto", "lanes", "nccl", "gloo")
+LANES = "lanes"
+ENGINES = (LANES, "nccl", "gloo")
+EXCHANGES = ("auto", *ENGINES)
 # off: the order of the stock forward, bit for bit. auto: off as long as the link is fast enough for that not to matter.
 OVERLAPS = ("auto", "on", "off")
 

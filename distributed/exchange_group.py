@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from . import limits
-from .exchange import ExchangeFailed, agree_through
+from .exchange import Exchange, ExchangeFailed
 from .exchange_nccl import Messages, NcclCarrier, can_use_nccl
 from .layout import Span
 
@@ -120,21 +120,16 @@ def join_group(
     return GroupExchange(rank, size, carriers, helper.close)
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """An exchange over process groups. One that failed, or whose wait `check` has ended, is closed and stays so.
 
-    Between begin and the end of gather, nothing else may wait for the GPU: only these waits look at `check`.
+    Between begin and the end of gather, nothing else may wait for the GPU: only these waits look at `check`. With NCCL
+    `waiting` is that of the GPU's stream, as far as it is known without waiting for it.
     """
 
     def __init__(self, rank: int, size: int, carriers: Sequence[_Carrier], closed: Callable[[], None]) -> None:
         """carriers: for tensors of the CPU, then for others, if there is one. closed: called at the end of close."""
-        self.rank = rank
-        self.size = size
-        self.check: Callable[[], None] = lambda: None
-        # Of the GPU's stream with NCCL, as far as it is known without waiting for it.
-        self.waiting = 0.0
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        super().__init__(rank, size)
         self._carriers = carriers
         self._closed = closed
         self._is_open = True
@@ -146,26 +141,12 @@ class GroupExchange:
         self._forward, self._operation = forward, 0
         self._require_open()
 
-    def agree(self, plan: str) -> None:
-        agree_through(lambda table, regions: self.all_gather([table], regions), self.rank, self.size, plan)
-
-    def all_gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
-        self.start(buffers, regions)()
-
-    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._start(buffers, regions, others, others)
-
-    def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
-        if self.rank == 0:
-            self._start(buffers, regions, [], list(range(1, self.size)), last=True)()
-        else:
-            self._start(buffers, regions, [0], [], last=True)()
-
     def settle(self) -> None:
         with self._closed_on_failure():
             for carrier in self._carriers:
                 carrier.finish(self.check)
+        self._require_open()
+        self.waiting = sum(carrier.waiting for carrier in self._carriers)
 
     def close(self) -> None:
         """End what is under way, on the GPU too, and leave the group. Any thread may call this, more than once."""
@@ -187,13 +168,7 @@ class GroupExchange:
             raise ExchangeFailed("the machines have left the process group of the token split; they have to join again")
 
     def _start(
-        self,
-        buffers: Sequence[torch.Tensor],
-        regions: Sequence[Sequence[Span]],
-        to: list[int],
-        of: list[int],
-        *,
-        last: bool = False,
+        self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]], to: list[int], of: list[int]
     ) -> Callable[[], None]:
         self._require_open()
         self._operation += 1
@@ -209,9 +184,6 @@ class GroupExchange:
         def finish() -> None:
             with self._closed_on_failure():
                 end()
-                if last:
-                    # What comes after may wait for the GPU in ways that look at no `check`.
-                    carrier.finish(self.check)
             self._require_open()
             self.waiting = sum(carrier.waiting for carrier in self._carriers)
             self.sent_bytes += sum(piece.numel() for _, piece in sends)

@@ -10,13 +10,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 import zmq
 
 from . import limits
 from .channel import configure, endpoint
-from .exchange import Exchange, ExchangeFailed, Lane, LaneExchange
-from .outputs import synchronize
+from .exchange import ExchangeFailed
+from .exchange_lanes import Lane, LaneExchange
 
 _GREETING = b"exchange"
 # A rank that is joined sooner sends at most a tiny operation and waits.
@@ -144,23 +143,3 @@ def _close(
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_LEFT):
                 shared.recv_multipart(zmq.NOBLOCK, copy=False)
-
-
-def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
-    """Try a new exchange of tensors on `device`; every rank does so at once.
-
-    Returns (seconds of a tiny operation, bytes per second that come in while as many go out).
-    """
-    exchange.begin(0)
-    trips, rates = [], []
-    for size, seconds in ((1, trips), (1, trips), (1, trips), *((limits.EXCHANGE_PROBE_BYTES, rates),) * 4):
-        buffer = torch.zeros(exchange.size, size, dtype=torch.uint8, device=device)
-        synchronize(buffer)
-        began = time.perf_counter()
-        exchange.all_gather([buffer], [[(rank, rank + 1)] for rank in range(exchange.size)])
-        exchange.settle()
-        synchronize(buffer)
-        seconds.append(time.perf_counter() - began)
-    trip, best = min(trips), min(rates)
-    # Over the fastest links, enqueueing takes as long as the bytes do.
-    return trip, limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / max(best - trip, best / 2)

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
+from .cluster import ENGINES, LANES
 from .codec import ProtocolError
 from .exchange import Exchange
 from .exchange_group import join_group
 from .exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
-
-LANES = "lanes"
-ENGINES = (LANES, "nccl", "gloo")
 
 
 @dataclass(frozen=True)

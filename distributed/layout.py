@@ -77,6 +77,16 @@ class Layout:
         cut = [stream for stream in streams if stream not in self.whole]
         return [self._sections(streams, rank, cut) for rank in range(len(self.shares))]
 
+    def own_first(self, streams: Sequence[str]) -> tuple[int, list[list[Span]]]:
+        """(length, region of each rank) of the streams that are cut, rank after rank, this rank's at the front."""
+        lengths = [sum(stop - start for start, stop in spans) for spans in self.regions(streams)]
+        regions: list[list[Span]] = [[] for _ in lengths]
+        end = 0
+        for rank in sorted(range(len(lengths)), key=lambda rank: rank != self.rank):
+            regions[rank] = [(end, end + lengths[rank])]
+            end += lengths[rank]
+        return end, regions
+
     def _sections(self, streams: Sequence[str], rank: int, only: Sequence[str] | None = None) -> list[Span]:
         found, offset = [], 0
         for stream in streams:

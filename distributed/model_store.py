@@ -24,15 +24,15 @@ from .loading import load_checked
 from .memory import forget_pages, is_unified, loaded_bytes, require_memory
 from .options import CODE_OPTIONS
 from .replica import add_weight_patches
+from .runtime import Through, run_model
 from .versions import own_versions
-from .worker import Through, run_model
 
 # What decides how a file is loaded; the compute dtype and patches are put on clones.
 _BASE_KEYS = ("loader", "options", "dtype", "paths")
 
 
 class ComfyRuntime:
-    """A runtime (see worker) that computes with the ComfyUI in folder `comfyui`. Create it before importing comfy."""
+    """A runtime (see runtime) that computes with the ComfyUI in folder `comfyui`. Create it before importing comfy."""
 
     def __init__(self, comfyui: Path, arguments: list[str]) -> None:
         """`arguments` are ComfyUI's own command line flags, such as --base-directory or --use-sage-attention."""

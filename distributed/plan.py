@@ -47,8 +47,9 @@ class Costs:
     splits_from: float = 0.0
     # Why not before then.
     verdict: str = "splitting is not faster here"
-    # What the ranks of a token split have to swap in a forward, once that is known.
+    # What the ranks of a token split have to swap in a forward, and in how many exchanges, once that is known.
     swapped_bytes: int = 0
+    exchanges: int = 0
 
     def pace(self, node: str) -> float | None:
         """Rows per second: the best of the last few, since interference only ever slows. None until measured twice."""

@@ -11,7 +11,9 @@ from pathlib import Path
 import zmq
 
 from .files import FileCache
-from .worker import Runtime, Worker, run_until_stopped, say
+from .jobs import say
+from .runtime import Runtime
+from .worker import Worker, run_until_stopped
 
 
 def serve(runtime: Runtime, listen: str, port: int, *, cache: Path | None = None, name: str | None = None) -> int:

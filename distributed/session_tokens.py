@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from .compute_path import NATIVE
 from .exchange import ExchangeFailed
 from .layout import NotSplittable
 from .ledger import DRIVER, Forward, Ledger
-from .outputs import device_of, relative_difference, shapes, synchronize, tolerance
+from .outputs import device_of, relative_difference, shapes, tolerance
 from .peer import Peer
 from .peers import Peers
 from .plan import Costs
@@ -40,7 +39,6 @@ class ByTokens:
         self._ledger = ledger
         self._report = report
         self._plain = plain
-        self._operations = 0
 
     def forward(self, forward: Forward, call: Call) -> Any:
         """Compute a forward, by tokens as far as that is possible and pays."""
@@ -104,19 +102,20 @@ class ByTokens:
 
     def _measure(self, forward: Forward, call: Call, costs: Costs) -> Any:
         """The output of a forward that is computed here, what it costs and would have to swap; None if it cannot be."""
-        with self._failures():
-            began = time.perf_counter()
-            output, volume = self.tokens.measure(forward, call)
-            synchronize(output)
-            costs.record_alone(time.perf_counter() - began, first_of_run=self._report.forwards == 1)
-            costs.swapped_bytes, self._operations = volume.bytes, volume.operations
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            output, volume = self.tokens.measure(forward, Call(args, kwargs))
+            costs.swapped_bytes, costs.exchanges = volume.bytes, volume.operations
             return output
+
+        with self._failures():
+            return self._ledger.alone(measured, call, costs)
         return None
 
     def _link_pays(self, peers: list[Peer], call: Call, costs: Costs) -> bool:
         with self._failures():
             link, alone = self.tokens.join(peers, device_of(call.args[0])), costs.alone or 0.0
-            predicted = link.predict(costs.swapped_bytes, self._operations, alone, len(peers) + 1)
+            predicted = link.predict(costs.swapped_bytes, costs.exchanges, alone, len(peers) + 1)
             if predicted <= limits.WORTHWHILE_RATIO * alone:
                 return True
             costs.refuse(

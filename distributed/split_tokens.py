@@ -17,17 +17,18 @@ import torch
 
 from . import limits
 from .channel import ChannelLost, reach
-from .cluster import Cluster
+from .cluster import LANES, Cluster
 from .codec import pack_plain
-from .exchange import Exchange, ExchangeFailed
+from .exchange import Exchange, ExchangeFailed, probe
 from .exchange_group import available_backends
-from .exchange_link import SECRET_BYTES, probe
+from .exchange_link import SECRET_BYTES
 from .families import Family
-from .invitation import LANES, Invitation, join
+from .invitation import Invitation, join
 from .outputs import device_of, synchronize
 from .peer import ExchangeOffer, Peer, PeerFailed
 from .rows import Call
-from .tokens import TokenSplit, Volume, measure
+from .tokens import TokenSplit
+from .volume import Volume, measure
 
 
 class PeerLost(Exception):
@@ -67,9 +68,9 @@ class Link:
     trip: float
     rate: float
 
-    def predict(self, swapped_bytes: int, operations: int, alone: float, ranks: int) -> float:
+    def predict(self, swapped_bytes: int, exchanges: int, alone: float, ranks: int) -> float:
         """Seconds of a forward by tokens that takes one machine `alone`, if all are alike and nothing overlaps."""
-        return alone / ranks + operations * self.trip + swapped_bytes * (1 - 1 / ranks) / self.rate
+        return alone / ranks + exchanges * self.trip + swapped_bytes * (1 - 1 / ranks) / self.rate
 
 
 # Parts that differ by less stay as they are.

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,7 +58,7 @@ class TokenSplit:
         overlap: attend to this rank's own tokens while the others' are on their way, where attention allows it.
         Raises NotSplittable (on every rank alike), ExchangeFailed, and what the forward or the exchange's check raises.
         """
-        reason = self._family.refuse(model, _by_name(model, args, kwargs))
+        reason = self._family.refuse(model)
         if reason is not None:
             raise NotSplittable(reason)
         self.exchange.begin(number)
@@ -66,62 +66,6 @@ class TokenSplit:
         output = under_way.run(model, forward, args, kwargs)
         self.plan = under_way.plan
         return output
-
-
-@dataclass
-class Volume:
-    """What the ranks of a forward have to swap: operations, and bytes of keys, values and hidden states in all."""
-
-    operations: int = 0
-    bytes: int = 0
-
-
-def measure(
-    family: Family,
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[Any, Volume]:
-    """The stock output of a forward, and what a split would have to swap of it. Raises NotSplittable."""
-    alone = _Alone()
-    output = TokenSplit(family, alone).run(model, forward, args, kwargs, (1.0,), 0)
-    return output, alone.volume
-
-
-class _Alone:
-    """An exchange without other ranks: it only adds up what would be swapped."""
-
-    rank, size, waiting, sent_bytes, received_bytes = 0, 1, 0.0, 0, 0
-
-    def __init__(self) -> None:
-        self.volume = Volume()
-        self.check: Callable[[], None] = lambda: None
-
-    def begin(self, forward: int) -> None:
-        pass
-
-    def agree(self, plan: str) -> None:
-        pass
-
-    def all_gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
-        self.volume.operations += 1
-        for buffer in buffers:
-            swapped = sum(stop - start for start, stop in regions[0])
-            self.volume.bytes += buffer.nbytes // max(1, buffer.shape[0]) * swapped
-
-    def start(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> Callable[[], None]:
-        self.all_gather(buffers, regions)
-        return lambda: None
-
-    def gather(self, buffers: Sequence[torch.Tensor], regions: Sequence[Sequence[Span]]) -> None:
-        self.all_gather(buffers, regions)
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Forward:
@@ -154,6 +98,8 @@ class _Forward:
         self._grids: dict[str, torch.Size] = {}
         # (length, this rank's sections, all ranks' regions) of sequences that were gathered.
         self._plans: dict[Streams, tuple[int, list[Span], list[list[Span]]]] = {}
+        # The same for what is put together with this rank's own tokens at the front: (length, all ranks' regions).
+        self._own_first: dict[Streams, tuple[int, list[list[Span]]]] = {}
         self._overlap = overlap and exchange.size > 1
         self._expected = agreed
         self.plan: str | None = None
@@ -239,7 +185,7 @@ class _Forward:
                 changed[name] = self._once(name, named[name], cut)
         for name, adjust in lists.adjust.items():
             if name in named:
-                changed[name] = self._once(name, named[name], lambda v, adjust=adjust: adjust(v, self._layout, named))
+                changed[name] = self._once(name, named[name], lambda v, adjust=adjust: adjust(v, self._layout))
         return changed
 
     def _own_tokens(self, lists: Blocks, hidden: Any, streams: Streams) -> Any:
@@ -381,20 +327,16 @@ class _Forward:
         """Attention to this rank's own tokens while the others' come in, and then to those."""
         skip_reshape = bool(options.get("skip_reshape"))
         q, k, v = (heads_first(tensor, heads, skip_reshape=skip_reshape) for tensor in (q, k, v))
-        # [rank after rank, keys and values, B, H, D], this rank's own at the front
-        cut = [stream for stream in streams if stream not in self._layout.whole]
-        lengths = [sum(stop - start for start, stop in spans) for spans in self._layout.regions(cut)]
-        order = [self._exchange.rank, *(rank for rank in range(len(lengths)) if rank != self._exchange.rank)]
-        regions, begin = [[(0, 0)]] * len(lengths), 0
-        for rank in order:
-            regions[rank] = [(begin, begin + lengths[rank])]
-            begin += lengths[rank]
+        if streams not in self._own_first:
+            self._own_first[streams] = self._layout.own_first(streams)
+        length, regions = self._own_first[streams]
         self._turn = 1 - self._turn
         batch, heads, _, size = k.shape
-        buffer = self._buffer(begin, 2 * batch * heads * size, k.dtype, k.device).view(begin, 2, batch, heads, size)
-        own = lengths[self._exchange.rank]
+        # Keys and values [rank after rank, 2, B, H, D], this rank's own at the front.
+        buffer = self._buffer(length, 2 * batch * heads * size, k.dtype, k.device).view(length, 2, batch, heads, size)
+        _, own = regions[self._exchange.rank][0]
         for position, tensor in enumerate((k, v)):
-            buffer[:own, position] = _pick(tensor.movedim(2, 0), self._layout, streams, cut)
+            buffer[:own, position] = _pick(tensor.movedim(2, 0), self._layout, streams)
         self._agree(buffer)
         end = self._exchange.start([buffer.flatten(1)], regions)
         scale = options.get("scale")
@@ -476,18 +418,14 @@ def _modules(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
         return []
 
 
-def _pick(own: torch.Tensor, layout: Layout, streams: Streams, wanted: Sequence[str]) -> torch.Tensor:
-    """This rank's tokens [own tokens of streams, …] -> only those of the streams that are wanted."""
-    if len(wanted) == len(streams):
+def _pick(own: torch.Tensor, layout: Layout, streams: Streams) -> torch.Tensor:
+    """This rank's tokens [own tokens of streams, …] -> only those of the streams that are cut."""
+    if layout.whole.isdisjoint(streams):
         return own
     parts = own.split([layout.own_length((stream,)) for stream in streams])
-    return torch.cat([part for stream, part in zip(streams, parts, strict=True) if stream in wanted])
+    return torch.cat([part for stream, part in zip(streams, parts, strict=True) if stream not in layout.whole])
 
 
 @lru_cache(maxsize=256)
 def _parameter_names(block: type[torch.nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(block.forward).parameters)[1:]
-
-
-def _by_name(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(_parameter_names(type(model)), args, strict=False)), **kwargs}

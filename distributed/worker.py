@@ -6,18 +6,14 @@ What a model is and how it computes is the runtime's business (model_store for C
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
-import sys
-import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import zmq
@@ -26,59 +22,16 @@ from . import limits
 from .channel import ChannelLost, WorkerChannel
 from .cluster import Address
 from .codec import NotPlainData, ProtocolError, replace_kept
-from .families import Family
 from .files import FileCache, FileRef, IncomingFile
+from .jobs import Job, Jobs, Stopped, say
 from .messages import Kind, Message
 from .patch_cache import PatchCache
 from .recipe import tree_digest
+from .runtime import Replica, Runtime
 from .versions import Versions, mismatch
 from .worker_tokens import TokenRank
 
 _T = TypeVar("_T")
-
-
-# (model, arguments, keyword arguments) -> output
-Through = Callable[[Any, list[Any], dict[str, Any]], Any]
-
-
-def run_model(model: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The stock forward."""
-    return model(*args, **kwargs)
-
-
-class Replica(Protocol):
-    """A model that this worker built from a recipe."""
-
-    patched: int
-    device: torch.device
-    # None: its tokens cannot be split.
-    family: Family | None
-
-    def forward(self, args: list[Any], kwargs: dict[str, Any], through: Through = run_model) -> Any:
-        """Output of `through(model, args, kwargs)`, tensors on any device."""
-        ...
-
-
-class Runtime(Protocol):
-    """What a worker computes with."""
-
-    versions: Versions
-
-    def describe(self) -> dict[str, str]:
-        """Name of the device, its memory and so on, for people."""
-        ...
-
-    def find(self, ref: FileRef) -> Path | None:
-        """The file in this machine's model folders, if it is the same one."""
-        ...
-
-    def build(self, tree: dict[str, Any], path: Path, key: str) -> Replica:
-        """Build the replica of a recipe, whose tensors are in place; `key` names the recipe. Raises with a sentence."""
-        ...
-
-    def interrupt(self, on: bool) -> None:
-        """Have the running forward stop soon (True), or forget about it (False). Called from another thread."""
-        ...
 
 
 # How long a greeting waits for the driver that is served to end its run before it is refused.
@@ -113,10 +66,6 @@ class _Driver:
     abandoned: int = 0
 
 
-class Stopped(Exception):
-    """The driver does not want the result any more."""
-
-
 class Worker:
     """Serves one driver at a time until `stop`. `address` is where it listens."""
 
@@ -132,7 +81,7 @@ class Worker:
         self.address = str(Address(host, self._channel.port))
         self._driver: _Driver | None = None
         self._greetings: dict[bytes, tuple[Message, float]] = {}
-        self._jobs = _Jobs(runtime, self._answer_job)
+        self._jobs = Jobs(runtime, self._answer_job)
         self._tokens = TokenRank(host, self._channel.port + 1)
         self._stopping = False
 
@@ -173,7 +122,7 @@ class Worker:
         if driver.preparation is not None and driver.preparation.incoming is not None:
             driver.preparation.incoming.leave()
         self._jobs.cancel(driver.session)
-        self._jobs.add(_Job(b"", 0, None, lambda: self._tokens.forget() or {}))
+        self._jobs.add(Job(b"", 0, None, lambda: self._tokens.forget() or {}))
         self._channel.drop(driver.session)
         say(f"The driver is gone; {driver.shares} shares were computed for it in {driver.seconds:.1f} s.")
 
@@ -326,7 +275,7 @@ class Worker:
             say(f"{file.name} is ready after {seconds:.1f} s, {patched} weights patched.")
             return {"digest": digest, "patched": patched}
 
-        self._jobs.add(_Job(driver.session, preparation.number, Kind.READY, build))
+        self._jobs.add(Job(driver.session, preparation.number, Kind.READY, build))
 
     # --- computing ------------------------------------------------------------------------------------------------
 
@@ -352,7 +301,7 @@ class Worker:
             driver.seconds += seconds
             return {"output": output, "seconds": seconds}
 
-        self._jobs.add(_Job(driver.session, message.number, Kind.RESULT, compute))
+        self._jobs.add(Job(driver.session, message.number, Kind.RESULT, compute))
 
     # --- token splits ---------------------------------------------------------------------------------------------
 
@@ -362,14 +311,14 @@ class Worker:
         def opened() -> dict[str, Any]:
             return self._tokens.open(driver.replica, store=store)
 
-        self._jobs.add(_Job(driver.session, message.number, Kind.EXCHANGE, opened))
+        self._jobs.add(Job(driver.session, message.number, Kind.EXCHANGE, opened))
 
     def _exchange_join(self, driver: _Driver, message: Message) -> None:
         def joined() -> dict[str, Any]:
             check = self._wanted(driver, int(message.body["number"]))
             return self._tokens.join(message.body, driver.replica, check)
 
-        self._jobs.add(_Job(driver.session, message.number, Kind.EXCHANGE, joined))
+        self._jobs.add(Job(driver.session, message.number, Kind.EXCHANGE, joined))
 
     def _by_tokens(
         self, driver: _Driver, replica: Replica, args: list[Any], kwargs: dict[str, Any], plan: Any, began: float
@@ -418,90 +367,6 @@ def _expected(value: _T | None) -> _T:
     if value is None:
         raise ProtocolError("something comes that was not asked for")
     return value
-
-
-def say(text: str, *, error: bool = False) -> None:
-    """Print for whoever looks at the worker; nobody may be left to read it."""
-    stream = sys.stderr if error else sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    with contextlib.suppress(OSError, ValueError):
-        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
-
-
-@dataclass(frozen=True)
-class _Job:
-    session: bytes
-    number: int
-    # None: nothing is answered.
-    answer: Kind | None
-    work: Callable[[], dict[str, Any]]
-
-
-class _Jobs:
-    """Runs jobs one after the other in a thread of their own, which calls `answer` with what comes of each."""
-
-    def __init__(self, runtime: Runtime, answer: Callable[[bytes, Kind, dict[str, Any]], None]) -> None:
-        self._runtime = runtime
-        self._answer = answer
-        # A session's bytes among the jobs mean that none of its jobs follow.
-        self._queue: queue.SimpleQueue[_Job | bytes | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._running: bytes | None = None
-        self._cancelled: set[bytes] = set()
-        self._thread = threading.Thread(target=self._run, name="monarch-compute", daemon=True)
-        self._thread.start()
-
-    def add(self, job: _Job) -> None:
-        self._queue.put(job)
-
-    def cancel(self, session: bytes) -> None:
-        """Stop the running job of `session` soon and skip its waiting ones."""
-        with self._lock:
-            self._cancelled.add(session)
-            if self._running == session:
-                self._runtime.interrupt(True)
-        self._queue.put(session)
-
-    def cancelled(self, session: bytes) -> bool:
-        """Whether the jobs of `session` are to stop."""
-        with self._lock:
-            return session in self._cancelled
-
-    def close(self) -> None:
-        with self._lock:
-            if self._running is not None:
-                self._runtime.interrupt(True)
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            with self._lock:
-                if isinstance(job, bytes):
-                    self._cancelled.discard(job)
-                    continue
-                if job.session in self._cancelled:
-                    continue
-                self._running = job.session
-            kind, body = self._outcome(job)
-            with self._lock:
-                self._running = None
-                self._runtime.interrupt(False)
-                cancelled = job.session in self._cancelled
-            if not cancelled and kind is not None:
-                self._answer(job.session, kind, {"for": job.number, **body})
-            # A result may hold the last reference to large tensors.
-            del body
-
-    def _outcome(self, job: _Job) -> tuple[Kind | None, dict[str, Any]]:
-        try:
-            return job.answer, job.work()
-        except BaseException as error:  # ComfyUI's interrupt is a BaseException; a job must not end the worker
-            with self._lock:
-                cancelled = job.session in self._cancelled
-            if not cancelled and not isinstance(error, Stopped):
-                say(traceback.format_exc())
-            return Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def run_until_stopped(worker: Worker) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import exchange_link
 from .codec import ProtocolError
-from .exchange import Exchange
+from .exchange import Exchange, probe
 from .exchange_group import available_backends, host_store
 from .exchange_link import ExchangeListener
 from .invitation import Invitation, join
+from .runtime import Replica
 from .tokens import TokenSplit
-
-if TYPE_CHECKING:
-    from .worker import Replica
 
 
 class TokenRank:
@@ -51,7 +48,7 @@ class TokenRank:
             raise ProtocolError("a token split is described wrongly")
         self._exchange = join(invitation, replica.device, check, self._listener)
         self._exchange.check = check
-        exchange_link.probe(self._exchange, replica.device)
+        probe(self._exchange, replica.device)
         self._split = TokenSplit(replica.family, self._exchange)
         return {}
 

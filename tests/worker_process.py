@@ -196,8 +196,8 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
     import torch
 
     from monarch_split.demo import reference_runtime
+    from monarch_split.distributed.runtime import run_model
     from monarch_split.distributed.serve import serve
-    from monarch_split.distributed.worker import run_model
 
     def behaviour() -> dict[str, Any]:
         return json.loads((Path(cache) / "behaviour").read_text())

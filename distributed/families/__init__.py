@@ -16,8 +16,8 @@ from typing import Any
 from ..layout import Layout
 
 Streams = tuple[str, ...]
-# (value of the argument, layout, all arguments of the block by name) -> value for this rank
-Adjust = Callable[[Any, Layout, Mapping[str, Any]], Any]
+# (value of the argument, layout) -> value for this rank
+Adjust = Callable[[Any, Layout], Any]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Family:
     gather_before: the submodule whose first argument is put together, for forwards that still cut the sequence at this
         rank's lengths after the last block; "" puts together what the last block returns
     control: residuals of a ControlNet, [B, tokens, C] each, by the key of their list: the stream they are added to
-    refuse: (diffusion model, arguments of the forward by name) -> why this forward cannot be split, or None
+    refuse: diffusion model -> why its tokens cannot be split, or None
     """
 
     blocks: tuple[Blocks, ...]
@@ -74,7 +74,7 @@ class Family:
     whole: frozenset[str] = frozenset()
     gather_before: str = ""
     control: Mapping[str, str] = field(default_factory=dict)
-    refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda model, arguments: None
+    refuse: Callable[[Any], str | None] = lambda model: None
 
 
 def spread_frames(value: Any, stream: str, layout: Layout) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..layout import Layout
@@ -11,7 +10,7 @@ from . import Blocks, Family, Table, spread_frames
 _VIDEO = ("video",)
 
 
-def _per_token(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _per_token(value: Any, layout: Layout) -> Any:
     """[B, T, C] for T frames -> a row for every token of this rank, each a frame to the block; [B, 1, C] stays."""
     if value is None or value.shape[1] == 1:
         return value

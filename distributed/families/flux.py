@@ -5,7 +5,7 @@ References (Kontext, Flux2) are tokens of the image stream behind the noise; "pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..layout import Layout
@@ -27,12 +27,12 @@ def own_slices(value: Slices, layout: Layout, streams: Streams) -> list[tuple[in
     ]
 
 
-def image_slices(value: Slices | None, layout: Layout, _: Mapping[str, Any]) -> Any:
+def image_slices(value: Slices | None, layout: Layout) -> Any:
     """modulation_dims of double blocks, which count the tokens of the image stream."""
     return value and own_slices(value, layout, IMAGE)
 
 
-def _joint_slices(value: Slices | None, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _joint_slices(value: Slices | None, layout: Layout) -> Any:
     """modulation_dims of single blocks, to which the stock forward has added the text's length: that of this rank.
 
     The slice that starts at 0 takes the text with it and has nothing added to its start.
@@ -44,7 +44,7 @@ def _joint_slices(value: Slices | None, layout: Layout, _: Mapping[str, Any]) ->
     return own_slices(full, layout, JOINT)
 
 
-def _skipped_blocks(model: Any, _: Mapping[str, Any]) -> str | None:
+def _skipped_blocks(model: Any) -> str | None:
     """Chroma can leave blocks out, and with the last one what happens after it."""
     if model.skip_mmdit or model.skip_dit:
         return "blocks of the model are skipped"

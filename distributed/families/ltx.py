@@ -6,7 +6,6 @@ Audio is a few hundred tokens next to many thousand of video, so every rank comp
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,12 +25,12 @@ def _own_rows(value: Any, dim: int, layout: Layout) -> Any:
     return value.narrow(dim, start, stop - start)
 
 
-def _positions(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _positions(value: Any, layout: Layout) -> Any:
     """(rotations [B, L, H, D/2, 2, 2], kind); in ComfyUI 0.8 (cos, sin, kind), [B, L, C] or [B, H, L, D/2] each."""
     return tuple(_own_rows(part, 2 if getattr(part, "ndim", 0) == 4 else 1, layout) for part in value)
 
 
-def _guide_mask(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _guide_mask(value: Any, layout: Layout) -> Any:
     """GuideAttentionMask, which attends in groups of queries [noise, tracked guides, rest], with this rank's queries.
 
     A group may be left without a query. The masks keep all keys.
@@ -60,7 +59,7 @@ def _own_span(compressed: type) -> type:
     return OwnSpan
 
 
-def _timestep(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _timestep(value: Any, layout: Layout) -> Any:
     """[B, L, C], or a CompressedTimestep with a row per frame or per token, for this rank's tokens; a single row stays.
 
     There is a row for each where some tokens are given, such as the first frames of image-to-video.

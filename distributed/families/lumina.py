@@ -5,8 +5,7 @@ Only `layers` are cut. The refiners run before them over text or image alone and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..layout import Layout, Span
 from . import Blocks, Family, Table
@@ -14,7 +13,7 @@ from . import Blocks, Family, Table
 _JOINT = ("joint",)
 
 
-def _noisy_tokens(value: Sequence[Span] | None, layout: Layout, _: Mapping[str, Any]) -> list[Span] | None:
+def _noisy_tokens(value: Sequence[Span] | None, layout: Layout) -> list[Span] | None:
     """timestep_zero_index: the spans that take the real timestep; what is in none of them is a reference, at time 0.
 
     With references only; none of the spans need lie on this rank.

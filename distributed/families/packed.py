@@ -5,7 +5,6 @@ One stream, which may be cut anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..layout import Layout
@@ -14,7 +13,7 @@ from . import Blocks, Family, Table
 _SEQUENCE = ("sequence",)
 
 
-def _timestep_zero_index(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _timestep_zero_index(value: Any, layout: Layout) -> Any:
     """Where references begin, which are modulated for timestep 0: among this rank's tokens, or at an end of them."""
     if value is None:
         return None
@@ -22,7 +21,7 @@ def _timestep_zero_index(value: Any, layout: Layout, _: Mapping[str, Any]) -> An
     return min(max(value, first), last) - first
 
 
-def _mod_segments(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _mod_segments(value: Any, layout: Layout) -> Any:
     """[(start, stop, row of the modulation or a tensor of one for each token)] -> the same for this rank's tokens."""
     first, last = layout.own("sequence")
     segments = []

@@ -5,16 +5,13 @@ The block makes its mask over all keys from the lengths it sees, which are this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ..layout import Layout
 from . import Blocks, Family, Table
 
 _JOINT = ("txt", "img")
 
 
-def _noise_tokens(value: int | None, layout: Layout, _: Mapping[str, Any]) -> int | None:
+def _noise_tokens(value: int | None, layout: Layout) -> int | None:
     """timestep_zero_index: so many image tokens come before the references, which may be none or all of this rank's."""
     if value is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..layout import Layout
@@ -11,7 +10,7 @@ from . import Blocks, Family, Table, spread_frames
 _VIDEO = ("video",)
 
 
-def _modulation(value: Any, layout: Layout, _: Mapping[str, Any]) -> Any:
+def _modulation(value: Any, layout: Layout) -> Any:
     """Modulation e [B, F, 6, C] for F frames -> one for every token of this rank; [B, 1, 6, C] and [B, 6, C] stay.
 
     The block itself spreads the frames over the tokens it gets, which here may begin within a frame.

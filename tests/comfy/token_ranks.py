@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_split.demo import tiny_models
-from monarch_split.distributed.exchange import LaneExchange
+from monarch_split.distributed.exchange_lanes import LaneExchange
 from monarch_split.distributed.exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
 from monarch_split.distributed.families import find_family
 from monarch_split.distributed.tokens import TokenSplit
