@@ -29,6 +29,8 @@ class TokenRank:
 
     def open(self, replica: Replica | None, *, store: bool) -> dict[str, Any]:
         """Where the other ranks can meet this one, and by what; with a `store` where process groups come together."""
+        # The others may greet before their invitation is read here: what closes an exchange later would drop that.
+        self.leave()
         if replica is None:
             raise ProtocolError("a token split was asked for before a model was ready")
         if self._listener is None:

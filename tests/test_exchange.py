@@ -7,13 +7,21 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
+from monarch_split.demo.reference import ReferenceConfig
+from monarch_split.demo.reference_runtime import LOADER, ReferenceRuntime, write_reference_model
+from monarch_split.distributed import limits
+from monarch_split.distributed.exchange import probe
 from monarch_split.distributed.exchange_group import available_backends
-from monarch_split.distributed.exchange_link import ExchangeListener
+from monarch_split.distributed.exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
+from monarch_split.distributed.invitation import Invitation
+from monarch_split.distributed.worker_tokens import TokenRank
 from monarch_split.tests.exchange_ranks import HOST, Operation, Rank, connect, meet, nursery
 from monarch_split.tests.worker_process import until
 
@@ -231,6 +239,44 @@ def test_joining_ends_when_the_rank_with_the_store_is_gone(
     assert outcome.error is not None
     assert outcome.error.startswith(("Gone", "ExchangeFailed"))
     assert outcome.seconds < ENDED
+
+
+def test_a_driver_may_greet_a_worker_before_the_invitation_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EXCHANGE_JOIN_TIMEOUT", 2.0)
+    file = tmp_path / "tiny.safetensors"
+    write_reference_model(ReferenceConfig(), file)
+    replica = ReferenceRuntime().build({"loader": LOADER}, file, "")
+    rank = TokenRank(HOST, 0)
+    try:
+        for _ in range(2):  # the second time there is an exchange to leave
+            offer = rank.open(replica, store=False)
+            secret = os.urandom(SECRET_BYTES)
+            addresses = (None, (HOST, offer["port"]))
+            driver = join_as_driver(addresses, secret)
+            driver.check = within(ENDED)
+            try:
+                with ThreadPoolExecutor() as threads:
+                    probed = threads.submit(probe, driver, torch.device("cpu"))
+                    time.sleep(0.1)
+                    rank.join(Invitation("lanes", 1, addresses, secret).as_dict(), replica, lambda: None)
+                    assert probed.result(timeout=ENDED)
+            finally:
+                driver.close()
+    finally:
+        rank.close()
+
+
+def within(seconds: float) -> Callable[[], None]:
+    """A check that raises TimeoutError once they are over."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+    return check
 
 
 @pytest.mark.parametrize("engine", ENGINES)
