@@ -200,6 +200,18 @@ FAMILIES: dict[str, Family] = {
             output_gain=0.5,
         ),
         Family(
+            "wan_scail2",
+            ("comfy.ldm.wan.model", "SCAIL2WanModel"),
+            lambda s: tiny_configs.wan(s, model_type="scail2", in_dim=20),
+            (16, 3, 8, 8),
+            4096,
+            vision=(257, 1280),
+            empty_node="EmptyHunyuanLatentVideo",
+            frames=4,
+            output_layer="head.head.weight",
+            output_gain=0.5,
+        ),
+        Family(
             "qwen_image",
             ("comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel"),
             tiny_configs.qwen_image,

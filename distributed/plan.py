@@ -39,6 +39,8 @@ class Costs:
 
     # The latest paces of each node, rows per second.
     paces: dict[str, list[float]] = field(default_factory=dict)
+    # How much faster than measured a node is taken to be for the time being.
+    forgiven: dict[str, float] = field(default_factory=dict)
     # Whether a part of a forward takes its part of the time. Parts of one row's tokens do not: some cost is the same.
     proportional: bool = True
     alone: float | None = None
@@ -54,16 +56,17 @@ class Costs:
     def pace(self, node: str) -> float | None:
         """Rows per second: the best of the last few, since interference only ever slows. None until measured twice."""
         latest = self.paces.get(node, [])
-        return max(latest) if len(latest) > 1 else None
+        return max(latest) * self.forgiven.get(node, 1.0) if len(latest) > 1 else None
 
     def record_pace(self, node: str, rows: float, seconds: float) -> None:
         """A node computed `rows` rows, or a part of one, in `seconds`."""
         if rows > 0 and seconds > 0:
             self.paces[node] = [*self.paces.get(node, []), rows / seconds][-_LATEST_PACES:]
+            self.forgiven.pop(node, None)
 
     def forgive(self, node: str) -> None:
         """A node that gets nothing is not measured either; take it to be a little faster than it was."""
-        self.paces[node] = [pace * _FORGIVENESS for pace in self.paces.get(node, [])]
+        self.forgiven[node] = self.forgiven.get(node, 1.0) * _FORGIVENESS
 
     def record_alone(self, seconds: float, *, first_of_run: bool) -> None:
         """The driver computed all rows of a forward. The first forward of a run also pays for warming up."""
@@ -136,6 +139,31 @@ def fractions(costs: Costs, nodes: Sequence[str]) -> list[float]:
     return [pace / sum(filled) for pace in filled]
 
 
+def balance(costs: Costs, nodes: Sequence[str], rows: int, *, measured: int = 2) -> float:
+    """Time of a forward whose nodes all finish together, over that of the slowest node when it is split by rows.
+
+    By paces that were measured so many times; as if the nodes were alike as long as one was not.
+    """
+    latest = [costs.paces.get(node, []) for node in nodes]
+    known = all(len(paces) >= measured for paces in latest)
+    paces = [max(found) if known else 1.0 for found in latest]
+    given = share_rows(rows, paces, [1, *[0] * (len(nodes) - 1)])
+    return rows / sum(paces) / max(share / pace for share, pace in zip(given, paces, strict=True))
+
+
+def seconds(costs: Costs, rows: int, driver: str) -> float | None:
+    """What a forward takes as it is computed now, split or, where that did not pay, alone; None until that is known."""
+    if is_refused(costs):
+        return costs.alone_estimate(rows, driver)
+    judged = len(costs.trials) >= limits.TRIAL_FORWARDS and not costs.alone_is_cold
+    return min(costs.trials) if judged else None
+
+
+def is_refused(costs: Costs) -> bool:
+    """Whether a verdict against splitting is in force."""
+    return time.monotonic() < costs.splits_from
+
+
 def wants_measure_alone(costs: Costs) -> bool:
     """Whether the next forward should run on the driver alone, to know what a split has to beat."""
     if costs.alone is None:
@@ -146,7 +174,7 @@ def wants_measure_alone(costs: Costs) -> bool:
 
 def pays(costs: Costs, rows: int, driver: str) -> bool:
     """Whether to go on splitting forwards of this kind. Remembers a verdict against it for a while."""
-    if time.monotonic() < costs.splits_from:
+    if is_refused(costs):
         return False
     if len(costs.trials) < limits.TRIAL_FORWARDS or costs.alone_is_cold:
         return True

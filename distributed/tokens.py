@@ -6,7 +6,6 @@ keys and values with the other ranks; a hook on the last block gathers. Where th
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,14 @@ from typing import Any
 
 import torch
 
-from .exchange import DISAGREEMENT, Exchange, ExchangeFailed
+from .exchange import Exchange
 from .families import Blocks, Family, Streams
-from .layout import Layout, NotSplittable, Span
+from .layout import Layout, NotSplittable
 from .partial_attention import attend, can_attend_in_parts, heads_first, merge
+from .swap import Swap
 
 _OVERRIDE = "optimized_attention_override"
+_OTHER_ORDER = "its token streams come in another order than is known of its family"
 
 
 class _Finished(Exception):
@@ -50,21 +51,25 @@ class TokenSplit:
         agreed: str | None = None,
         *,
         overlap: bool = False,
+        compress: bool = False,
     ) -> Any:
         """Output of `forward(*args, **kwargs)`, which is the forward of `model`, on rank 0; None on the others.
 
         shares: relative number of tokens per rank; number: of this forward, the same on every rank and rising;
         agreed: the `plan` of an earlier forward that all ranks expect again, which spares them to ask each other;
-        overlap: attend to this rank's own tokens while the others' are on their way, where attention allows it.
+        overlap: attend to this rank's own tokens while the others' are on their way, where attention allows it;
+        compress: keys and values of the others come in fewer bytes, so that the output is an approximation.
         Raises NotSplittable (on every rank alike), ExchangeFailed, and what the forward or the exchange's check raises.
         """
         reason = self._family.refuse(model)
         if reason is not None:
             raise NotSplittable(reason)
         self.exchange.begin(number)
-        under_way = _Forward(self._family, self.exchange, self._buffers, tuple(shares), agreed, overlap=overlap)
+        under_way = _Forward(
+            self._family, self.exchange, self._buffers, tuple(shares), agreed, overlap=overlap, compress=compress
+        )
         output = under_way.run(model, forward, args, kwargs)
-        self.plan = under_way.plan
+        self.plan = under_way.swap.plan
         return output
 
 
@@ -80,11 +85,12 @@ class _Forward:
         agreed: str | None,
         *,
         overlap: bool,
+        compress: bool,
     ) -> None:
         self._family = family
         self._exchange = exchange
-        self._buffers = buffers
         self._layout = Layout(exchange.rank, shares)
+        self.swap = Swap(exchange, self._layout, buffers, agreed, overlap=overlap, compress=compress)
         # The residuals of a ControlNet: those that the stock forward goes through, cut, and the same as they came.
         self._control: dict[str, list[Any]] = {}
         self._full_control: dict[str, list[Any]] = {}
@@ -96,14 +102,6 @@ class _Forward:
         self._gathered: tuple[list[Any], list[torch.Tensor]] | None = None
         # Sizes of a stream along Blocks.token_dims.
         self._grids: dict[str, torch.Size] = {}
-        # (length, this rank's sections, all ranks' regions) of sequences that were gathered.
-        self._plans: dict[Streams, tuple[int, list[Span], list[list[Span]]]] = {}
-        # The same for what is put together with this rank's own tokens at the front: (length, all ranks' regions).
-        self._own_first: dict[Streams, tuple[int, list[list[Span]]]] = {}
-        self._overlap = overlap and exchange.size > 1
-        self._expected = agreed
-        self.plan: str | None = None
-        self._turn = 0
 
     def run(
         self, model: torch.nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -177,7 +175,10 @@ class _Forward:
         for name, streams in lists.tokens.items():
             changed[name] = self._own_tokens(lists, named.get(name), streams)
         for name, elements in lists.tuples.items():
-            parts = zip(named.get(name) or [None] * len(elements), elements, strict=True)
+            held = named.get(name)
+            if not isinstance(held, (tuple, list)) or len(held) != len(elements):
+                raise NotSplittable(_OTHER_ORDER)
+            parts = zip(held, elements, strict=True)
             changed[name] = tuple(self._own_tokens(lists, hidden, streams) for hidden, streams in parts)
         for name, table in lists.tables.items():
             if named.get(name) is not None:
@@ -192,10 +193,10 @@ class _Forward:
         """A stream that begins here, cut to this rank's tokens. A copy: blocks write into their arguments."""
         if all(stream in self._layout.spans for stream in streams):
             return hidden
-        if len(streams) != 1 or not isinstance(hidden, torch.Tensor):
-            raise NotSplittable("its token streams come in another order than is known of its family")
-        stream = streams[0]
         first, last = lists.token_dims
+        if len(streams) != 1 or not isinstance(hidden, torch.Tensor) or hidden.ndim <= last:
+            raise NotSplittable(_OTHER_ORDER)
+        stream = streams[0]
         self._grids[stream] = hidden.shape[first : last + 1]
         self._layout.add(stream, math.prod(self._grids[stream]), whole=stream in self._family.whole)
         self._cut_control(stream)
@@ -223,9 +224,11 @@ class _Forward:
         return own
 
     def _cut(self, table: Any, streams: Streams, dim: int) -> Any:
-        if not isinstance(table, torch.Tensor) or table.shape[dim] in (1, self._layout.own_length(streams)):
+        if not isinstance(table, torch.Tensor):
             return table
-        if table.shape[dim] != self._layout.full_length(streams):
+        if dim < table.ndim and table.shape[dim] in (1, self._layout.own_length(streams)):
+            return table
+        if dim >= table.ndim or table.shape[dim] != self._layout.full_length(streams):
             raise NotSplittable("what it keeps for every token does not have one entry for each")
         parts = [table.narrow(dim, start, stop - start) for start, stop in self._layout.sections(streams)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -245,6 +248,8 @@ class _Forward:
 
     def _gather(self, lists: Blocks, output: Any) -> Any:
         elements = [output] if isinstance(output, torch.Tensor) else list(output)
+        if len(elements) < len(lists.returns):
+            raise NotSplittable(_OTHER_ORDER)
         for index, streams in enumerate(lists.returns):
             wanted = [stream for stream in streams if stream in self._family.result]
             if wanted:
@@ -273,9 +278,7 @@ class _Forward:
                 part = buffer[begin : begin + self._layout.lengths[stream]]
                 begin += part.shape[0]
             pieces.append(part)
-        self._agree(hidden)
-        if not self._layout.whole.issuperset(wanted):
-            self._exchange.gather([buffer], self._layout.regions(wanted))
+        self.swap.gather(buffer, wanted, hidden)
         full = buffer if len(wanted) == len(streams) else torch.cat(pieces)
         full = full.movedim(0, first).contiguous()
         return full if first == last else full.unflatten(first, self._grids[streams[0]])
@@ -298,7 +301,7 @@ class _Forward:
             # One of several groups of queries, of which this rank has none.
             return torch.empty_like(q)
         mask = args[0] if args else kwargs.get("mask")
-        if self._overlap and can_attend_in_parts(q, mask, kwargs):
+        if self.swap.overlap and can_attend_in_parts(q, mask, kwargs):
             return self._attend_in_parts(q, k, v, heads, streams, kwargs)
         parts = [k, v]
         keys_of_mask = mask.shape[-1] if mask is not None else 0
@@ -307,7 +310,8 @@ class _Forward:
             parts.append(mask)
         if self._gathered is None or [id(part) for part in parts] != [id(part) for part in self._gathered[0]]:
             tensors = [k.movedim(dim, 0), v.movedim(dim, 0), *(part.movedim(-1, 0) for part in parts[2:])]
-            self._gathered = parts, self._all_gather(tensors, streams)
+            size = q.shape[-1] if dim == 2 or q.ndim == 4 else q.shape[-1] // heads
+            self._gathered = parts, self.swap.all_gather(tensors, streams, size)
         gathered = self._gathered[1]
         k, v = (tensor.movedim(0, dim) for tensor in gathered[:2])
         if mask is not None:
@@ -327,23 +331,10 @@ class _Forward:
         """Attention to this rank's own tokens while the others' come in, and then to those."""
         skip_reshape = bool(options.get("skip_reshape"))
         q, k, v = (heads_first(tensor, heads, skip_reshape=skip_reshape) for tensor in (q, k, v))
-        if streams not in self._own_first:
-            self._own_first[streams] = self._layout.own_first(streams)
-        length, regions = self._own_first[streams]
-        self._turn = 1 - self._turn
-        batch, heads, _, size = k.shape
-        # Keys and values [rank after rank, 2, B, H, D], this rank's own at the front.
-        buffer = self._buffer(length, 2 * batch * heads * size, k.dtype, k.device).view(length, 2, batch, heads, size)
-        _, own = regions[self._exchange.rank][0]
-        for position, tensor in enumerate((k, v)):
-            buffer[:own, position] = _pick(tensor.movedim(2, 0), self._layout, streams)
-        self._agree(buffer)
-        end = self._exchange.start([buffer.flatten(1)], regions)
+        end = self.swap.start_own_first(k, v, streams)
         scale = options.get("scale")
         mine = attend(q, k, v, scale)
-        end()
-        others = buffer[own:].movedim(0, 3)
-        output = merge(mine, attend(q, others[0], others[1], scale))
+        output = merge(mine, attend(q, *end(), scale))
         return output if options.get("skip_output_reshape") else output.transpose(1, 2).flatten(2)
 
     def _cut_queries(self, mask: torch.Tensor, queries: int, streams: Streams) -> torch.Tensor:
@@ -351,57 +342,6 @@ class _Forward:
         if mask.ndim < 2 or mask.shape[-2] in (1, queries):
             return mask
         return self._once(f"mask {streams}", mask, lambda full: self._cut(full, streams, full.ndim - 2))
-
-    def _all_gather(self, own: list[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
-        """Token-major tensors [own tokens, …] -> [all tokens, …], in memory that the next call but one uses again."""
-        plan = self._plans.get(streams)
-        if plan is None:
-            layout = self._layout
-            plan = layout.full_length(streams), layout.sections(streams), layout.regions(streams)
-            self._plans[streams] = plan
-        length, sections, regions = plan
-        if self._exchange.size == 1:
-            self._exchange.all_gather(own, regions)
-            return own
-        self._turn = 1 - self._turn
-        # Side by side in one buffer for each dtype: what a rank has of a stream is one piece of memory.
-        widths = [math.prod(tensor.shape[1:]) for tensor in own]
-        buffers: dict[torch.dtype, torch.Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in own):
-            width = sum(width for tensor, width in zip(own, widths, strict=True) if tensor.dtype is dtype)
-            buffers[dtype] = self._buffer(length, width, dtype, own[0].device)
-        gathered, used = [], dict.fromkeys(buffers, 0)
-        for tensor, width in zip(own, widths, strict=True):
-            begin = used[tensor.dtype]
-            used[tensor.dtype] += width
-            full = buffers[tensor.dtype][:, begin : begin + width].unflatten(1, tensor.shape[1:])
-            offset = 0
-            for start, stop in sections:
-                full[start:stop] = tensor[offset : offset + stop - start]
-                offset += stop - start
-            gathered.append(full)
-        self._agree(own[0])
-        self._exchange.all_gather(list(buffers.values()), regions)
-        return gathered
-
-    def _buffer(self, length: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = (self._turn, dtype, device)
-        held = self._buffers.get(key)
-        if held is None or held.numel() < length * width:
-            held = self._buffers[key] = torch.empty(length * width, dtype=dtype, device=device)
-        return held[: length * width].view(length, width)
-
-    def _agree(self, first: torch.Tensor) -> None:
-        """Before the first exchange of a forward: all ranks have the same streams, shares and sizes."""
-        if self.plan is not None:
-            return
-        layout = self._layout
-        described = repr((layout.lengths, layout.spans, tuple(first.shape[1:]), first.dtype, self._overlap))
-        self.plan = hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
-        if self._expected is None:
-            self._exchange.agree(self.plan)
-        elif self._expected != self.plan:
-            raise ExchangeFailed(DISAGREEMENT)
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
@@ -416,14 +356,6 @@ def _modules(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
         return list(model.get_submodule(path).children())
     except AttributeError:
         return []
-
-
-def _pick(own: torch.Tensor, layout: Layout, streams: Streams) -> torch.Tensor:
-    """This rank's tokens [own tokens of streams, …] -> only those of the streams that are cut."""
-    if layout.whole.isdisjoint(streams):
-        return own
-    parts = own.split([layout.own_length((stream,)) for stream in streams])
-    return torch.cat([part for stream, part in zip(streams, parts, strict=True) if stream not in layout.whole])
 
 
 @lru_cache(maxsize=256)

@@ -28,10 +28,12 @@ def measure(
     forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
+    compress: bool = False,
 ) -> tuple[Any, Volume]:
     """The stock output of a forward, and what a split would have to swap of it. Raises NotSplittable."""
     alone = _Alone()
-    output = TokenSplit(family, alone).run(model, forward, args, kwargs, (1.0,), 0)
+    output = TokenSplit(family, alone).run(model, forward, args, kwargs, (1.0,), 0, compress=compress)
     return output, alone.volume
 
 

@@ -17,8 +17,9 @@ def split_input() -> io.Combo.Input:
         options=list(SPLIT_MODES),
         default="auto",
         tooltip="auto: split as long as that is faster: conditionings and batch items between the machines, or the "
-        "tokens of a single image. rows: always split conditionings and batch items. off: this machine alone. tokens: "
-        "always split the tokens of every image or video, whatever the link.",
+        "tokens of a single image or of a number that does not divide evenly. rows: always split conditionings and "
+        "batch items. off: this machine alone. tokens: always split the tokens of every image or video, whatever the "
+        "link.",
     )
 
 

@@ -180,3 +180,55 @@ def test_history_keeps_what_was_used_last_and_stays_bounded() -> None:
         history.costs(("model", number))
         assert history.costs(("model", 0)) is first
     assert len(history._costs) <= 300
+
+
+def _tried(trials: list[float], *, cold: bool = False, refused: bool = False, **paces: float) -> Costs:
+    known = costs(**paces)
+    known.record_alone(2.0, first_of_run=cold)
+    for seconds in trials:
+        known.record_split(seconds)
+    if refused:
+        known.refuse("no")
+    return known
+
+
+@pytest.mark.parametrize(
+    ("rows", "paces", "expected"),
+    [
+        (2, [1, 1], 1.0),
+        (3, [1, 1], 0.75),
+        (5, [1, 1], 5 / 6),
+        (2, [1, 1, 1], 2 / 3),
+        (6, [1, 1, 1], 1.0),
+        (2, [3, 1], 0.75),
+        (4, [3, 1], 1.0),
+        (2, [100, 1], 100 / 101),
+        (1, [1, 3], 0.25),
+    ],
+)
+def test_what_finishing_together_would_gain_over_whole_rows(rows: int, paces: list[float], expected: float) -> None:
+    nodes = [*NODES, "other"][: len(paces)]
+    assert plan.balance(costs(**dict(zip(nodes, paces, strict=True))), nodes, rows) == pytest.approx(expected)
+
+
+def test_one_measurement_is_not_enough_to_take_machines_for_unlike() -> None:
+    known = Costs(paces={"driver": [3.0], "worker": [1.0]})
+    assert plan.balance(known, NODES, 2) == 1.0
+    assert plan.balance(known, NODES, 2, measured=1) == pytest.approx(0.75)
+
+
+def test_a_node_that_is_only_taken_to_be_faster_gains_nothing() -> None:
+    slow = costs(driver=100.0, worker=1.0)
+    before = plan.balance(slow, NODES, 2)
+    for _ in range(50):
+        shares(slow, NODES, 2)
+    assert plan.balance(slow, NODES, 2) == before > 0.9
+    slow.record_pace("worker", 1, 1.0)
+    assert slow.pace("worker") == 1.0
+
+
+def test_what_a_forward_takes_is_known_once_it_was_split_and_measured_alone() -> None:
+    assert plan.seconds(_tried([1.2]), 3, "driver") is None
+    assert plan.seconds(_tried([1.2, 1.1], cold=True), 3, "driver") is None
+    assert plan.seconds(_tried([1.2, 1.1]), 3, "driver") == 1.1
+    assert plan.seconds(_tried([3.2, 3.1], refused=True), 3, "driver") == 2.0

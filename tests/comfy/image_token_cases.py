@@ -69,7 +69,6 @@ _REF = ("ref_latents",)
 _METHOD = ("ref_latents", "ref_latents_method")
 
 _FLUX = [
-    Case("flux", "plain"),
     Case("flux", "prime-1-token", (2, 26), tokens=1),
     Case("flux", "odd-2-tokens", (7, 9), tokens=2),
     Case("flux", "batch", (7, 9), batch=2),

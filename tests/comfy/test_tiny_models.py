@@ -27,6 +27,7 @@ EXPECTED = {
     "wan_vace": "WAN21_Vace",
     "wan_camera": "WAN21_Camera",
     "wan_scail": "WAN21_SCAIL",
+    "wan_scail2": "WAN21_SCAIL2",
     "qwen_image": "QwenImage",
     "lumina2": "Lumina2",
     "z_image": "ZImage",

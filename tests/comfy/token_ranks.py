@@ -157,7 +157,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         secret = os.urandom(SECRET_BYTES)
-        self._listeners = [ExchangeListener("127.0.0.1", 0) for _ in range(1, size)]
+        self._listeners = [ExchangeListener(["127.0.0.1"], 0, None) for _ in range(1, size)]
         self._pool = ThreadPoolExecutor(size)
         self._busy: Collection[Any] = ()
         self._number = 0
@@ -165,7 +165,7 @@ class Ranks:
 
         def join(rank: int) -> LaneExchange:
             if rank == 0:
-                return join_as_driver(addresses, secret)
+                return join_as_driver(addresses, secret, None)
             return self._listeners[rank - 1].join(rank, addresses, secret, lambda: None)
 
         self._exchanges = self._everywhere(join, size)
@@ -177,9 +177,17 @@ class Ranks:
         return [TokenSplit(family, exchange) for exchange in self._exchanges]
 
     def run(
-        self, splits: Sequence[TokenSplit], models: Sequence[Any], forward: Forward, shares: Sequence[float]
+        self,
+        splits: Sequence[TokenSplit],
+        models: Sequence[Any],
+        forward: Forward,
+        shares: Sequence[float],
+        **how: bool,
     ) -> list[Any]:
-        """Outputs of `forward` on rank 0, each rank with a model and a copy of the arguments of its own."""
+        """Outputs of `forward` on rank 0, each rank with a model and a copy of the arguments of its own.
+
+        how: see TokenSplit.run.
+        """
         import torch
 
         self._number += 1
@@ -197,7 +205,7 @@ class Ranks:
             try:
                 with torch.inference_mode():
                     args, kwargs = own_copy(forward.args), own_copy(forward.kwargs)
-                    return split.run(model, model, args, kwargs, shares, self._number)
+                    return split.run(model, model, args, kwargs, shares, self._number, **how)
             except BaseException:
                 failed.set()
                 raise

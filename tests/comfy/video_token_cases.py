@@ -77,6 +77,13 @@ def _pose(options: dict[str, Any]) -> None:
     options["pose_video_latent"] = _noise(1, 16, 3, 4, 4)
 
 
+def _pose_and_masks(options: dict[str, Any]) -> None:
+    """SCAIL-2: 28 channels of mask for the reference and the video, and for the pose."""
+    _pose(options)
+    options["ref_mask_28ch"] = _noise(1, 4, 28, 8, 8, seed=6)
+    options["driving_mask_28ch"] = _noise(1, 3, 28, 4, 4, seed=7)
+
+
 _WAN = [
     Case("wan", "odd size", size=(1, 7, 13), tokens=1),
     Case("wan", "13 tokens, two latents", size=(1, 2, 26), tokens=2, batch=2),
@@ -91,6 +98,13 @@ _WAN = [
     Case("wan_vace", "prime length", size=(1, 2, 26), batch=2, tokens=1),
     Case("wan_camera", "path", more=_camera, matters=("camera_conditions", "clip_fea")),
     Case("wan_scail", "pose", more=_pose, matters=("pose_latents", "reference_latent")),
+    Case(
+        "wan_scail2",
+        "pose and masks",
+        more=_pose_and_masks,
+        matters=("pose_latents", "ref_mask_latents", "sam_latents"),
+    ),
+    Case("wan_scail2", "13 tokens", size=(1, 2, 26), tokens=1),
 ]
 
 # --- LTX --------------------------------------------------------------------------------------------------------------
