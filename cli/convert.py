@@ -6,15 +6,17 @@ Checks the arguments, chooses the Python and prints; the converting is `formats.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import statistics
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..demo.signals import stopped_by_signals
-from ..formats import UnsupportedFile
+from ..formats import UnreadableFile, UnsupportedFile
 from .environment import CommandError, find_comfyui, missing_imports, run_in
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _NEEDS = ("torch", "comfy_kitchen")
 _BAR = 24
+_LINE_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +65,18 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(_lacks(sys.executable, missing))
     from ..formats.convert import convert
 
-    show = _show_progress if sys.stderr.isatty() else lambda done, total, name: None
+    print(f"Converting {args.source} to {args.to}, as {args.target}.", file=sys.stderr, flush=True)
+    show = _show_bar if sys.stderr.isatty() else _Lines()
     try:
         with stopped_by_signals():
             converted = convert(args.source, args.target, args.to, layers=args.layers, progress=show)
-    except UnsupportedFile as error:
+    except (UnsupportedFile, UnreadableFile) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
-        raise CommandError(f"{args.target} cannot be written: {error}. Nothing was left there.") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        fix = "Free some space there, or name another disk." if full else "Name a folder that can be written to."
+        reason = error.strerror or str(error)
+        raise CommandError(f"{args.target} cannot be written: {reason}. {fix} Nothing was left there.") from None
     if args.json:
         print(json.dumps({"ok": True, **asdict(converted)}))
     else:
@@ -78,13 +85,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not args.target.name.endswith(".safetensors"):
+    if args.target.is_dir():
+        raise CommandError(f"{args.target} is a folder. Name the file to write, such as {args.target}/NAME.", code=2)
+    if args.target.exists() and args.source.exists() and args.target.samefile(args.source):
+        raise CommandError(f"IN and OUT are the same file, {args.target}. Name another for OUT.", code=2)
+    if not args.target.name.endswith((".safetensors", ".sft")):
         raise CommandError(f"{args.target} does not end in .safetensors, so ComfyUI would not load it.", code=2)
     if not args.target.parent.is_dir():
         raise CommandError(f"There is no folder {args.target.parent}. Make it, or name another.", code=2)
     if args.target.exists():
-        if args.source.exists() and args.target.samefile(args.source):
-            raise CommandError("IN and OUT are the same file. Name another for OUT.", code=2)
+        if not args.target.is_file():
+            raise CommandError(f"{args.target} is a pipe or a device, not a file. Name another.", code=2)
         if not args.force:
             raise CommandError(f"{args.target} exists. Name another file, or replace it with --force.", code=2)
 
@@ -97,7 +108,20 @@ def _lacks(python: str, missing: list[str]) -> str:
     )
 
 
-def _show_progress(done: int, total: int, name: str) -> None:
+class _Lines:
+    """Progress where there is no terminal: a line at the begin, one now and then, and one at the end."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if done == total or time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            last = "; waiting for the disk" if done == total else ""
+            print(f"{done} of {total} layers are converted{last}.", file=sys.stderr, flush=True)
+
+
+def _show_bar(done: int, total: int, name: str) -> None:
     filled = _BAR * done // total
     bar = "#" * filled + "-" * (_BAR - filled)
     print(f"\r\033[K[{bar}] {done}/{total} {name[:60]}", end="" if done < total else "\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Model files between two machines: their identity, the worker's bounded cache, and streaming in both directions.
+"""Model files between two machines: their identity, the worker's bounded cache, and receiving them.
 
 Only safetensors files travel. What is in them is left to formats, loading them to model_store.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 from ..formats.header import UnreadableFile, read_header
 from . import limits
 from .codec import ProtocolError
+from .file_content import ContentHash
 
 try:
     import fcntl
@@ -48,13 +50,18 @@ class FileRef:
         ref = cls(**data)
         if not isinstance(ref.digest, str) or re.fullmatch("[0-9a-f]{40}", ref.digest) is None:
             raise ProtocolError("a file is described wrongly")
-        if not isinstance(ref.name, str) or type(ref.bytes) is not int:
+        if not isinstance(ref.name, str) or not _is_inside(ref.name) or type(ref.bytes) is not int:
             raise ProtocolError("a file is described wrongly")
         if not 8 <= ref.bytes < 1 << 63:
             raise ProtocolError("a file is described wrongly")
         if ref.folder is not None and not isinstance(ref.folder, str):
             raise ProtocolError("a file is described wrongly")
         return ref
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name stays in the folder that it is looked for in; a driver may write it as Windows does."""
+    return "\0" not in name and not {"", ".", ".."} & set(re.split(r"[/\\]", name))
 
 
 _digests: dict[tuple[str | int, ...], str] = {}
@@ -110,20 +117,6 @@ def _tensor_samples(path: Path) -> Iterator[int]:
         yield from sorted({begin, (begin + last) // 2, last})
 
 
-def content_hash() -> hashlib._Hash:
-    """The hash of a whole file on its way: SHA-256, for which processors have instructions."""
-    return hashlib.sha256()
-
-
-def read_chunks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of a file in FILE_CHUNK_BYTES pieces. Raises OSError."""
-    with path.open("rb") as file:
-        offset = 0
-        while chunk := file.read(limits.FILE_CHUNK_BYTES):
-            yield offset, chunk
-            offset += len(chunk)
-
-
 class FileCache:
     """Files that drivers have sent, by digest, in one folder of bounded size; the least recently used go first."""
 
@@ -134,10 +127,18 @@ class FileCache:
     def find(self, ref: FileRef) -> Path | None:
         """The file, if it is here whole."""
         path = self._path(ref)
-        if path.is_file() and path.stat().st_size == ref.bytes and file_digest(path) == ref.digest:
-            os.utime(path)
-            return path
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()  # nothing here is a link, unless others can write here
+            if stat.S_ISREG(status.st_mode) and status.st_size == ref.bytes and file_digest(path) == ref.digest:
+                os.utime(path)
+                return path
         return None
+
+    def free_bytes(self) -> int:
+        """Room on the disk for files that drivers send; 0 if that cannot be told."""
+        with contextlib.suppress(OSError):
+            return max(0, shutil.disk_usage(self.folder).free - limits.FILE_CACHE_RESERVE_BYTES)
+        return 0
 
     def _path(self, ref: FileRef) -> Path:
         return self.folder / f"{ref.digest}.safetensors"
@@ -184,6 +185,8 @@ class FileCache:
 _PART = ".part"
 _RECORD = ".part.json"
 _RECORD_BYTES = 128
+# A link in the cache was not made by a worker.
+_CREATE = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
 
 def _remove_part(part: Path) -> None:
@@ -204,13 +207,13 @@ class IncomingFile:
         self._target = target
         self._part = target.with_suffix(_PART)
         self._record = target.with_suffix(_RECORD)
-        self._hash = content_hash()
-        self._file: BinaryIO = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        self._hash = ContentHash()
+        self._file: BinaryIO = os.fdopen(os.open(self._part, os.O_RDWR | _CREATE, 0o600), "r+b")
         try:
             _lock(self._file, ref.name)
             self._resume()
         except BaseException:
-            self._file.close()
+            self._close()
             raise
 
     def _resume(self) -> None:
@@ -227,7 +230,7 @@ class IncomingFile:
         if left == 0 and self._hash.hexdigest() == expected:
             self.received = length
         else:
-            self._hash = content_hash()
+            self._hash.restart()
         self._file.truncate(self.received)
         self._file.seek(self.received)
 
@@ -235,8 +238,8 @@ class IncomingFile:
         """Append the next bytes. Raises OSError if the disk takes no more, ProtocolError for bytes out of order."""
         if offset != self.received or offset + data.nbytes > self.ref.bytes:
             raise ProtocolError("a file arrives out of order")
-        self._file.write(data)
         self._hash.update(data)
+        self._file.write(data)
         self.received += data.nbytes
 
     def finish(self, content_digest: str) -> Path:
@@ -258,7 +261,7 @@ class IncomingFile:
         record = json.dumps({"bytes": self.received, "digest": self._hash.hexdigest()})
         # Over the former one, of the same length: a new file in its place would have the file system write all that is
         # in memory of it to the disk first. A torn record is no record.
-        with os.fdopen(os.open(self._record, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+        with os.fdopen(os.open(self._record, os.O_WRONLY | _CREATE, 0o600), "wb") as out:
             out.write(record.ljust(_RECORD_BYTES).encode())
 
     def leave(self) -> None:
@@ -268,15 +271,19 @@ class IncomingFile:
             return
         try:
             self.save()
-            self._file.close()
+            self._close()
         except OSError:
             self.discard()
 
     def discard(self) -> None:
         """Give up: close and remove what was written."""
         with contextlib.suppress(OSError):
-            self._file.close()
+            self._close()
         _remove_part(self._part)
+
+    def _close(self) -> None:
+        self._hash.close()
+        self._file.close()
 
 
 def _lock(file: BinaryIO, name: str) -> None:

@@ -5,8 +5,8 @@ The numbers come from comfy-kitchen's quantisers; whether a file may be converte
 
 from __future__ import annotations
 
+import errno
 import fnmatch
-import io
 import json
 import math
 import os
@@ -15,11 +15,13 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .header import Header, TensorInfo, display_name, read_header
-from .inspection import UnsupportedFile, require_loadable
+from .contents import CONTENTS
+from .header import Header, TensorInfo, UnreadableFile, display_name, open_regular, read_header
+from .inspection import UnsupportedFile, inspect_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +31,9 @@ TARGETS: Mapping[str, str] = {"fp8": "float8_e4m3fn", "nvfp4": "nvfp4", "int8": 
 
 _SOURCES = frozenset({"bf16", "fp16", "fp32"})
 _FLOATS = frozenset({"BF16", "F16", "F32"})
+_NOT_READ = {"gguf": "GGUF", "pickle": "pickled PyTorch"}
+# ComfyUI reads these formats in text encoders, too.
+_CONVERTIBLE = frozenset({"diffusion_model", "text_encoder"})
 _CHECKPOINT_PREFIX = "model.diffusion_model."
 # Linear layers of repeated blocks. What shapes a whole block or picture from few numbers, or reads the input and makes
 # the output, stays in 16 bits.
@@ -78,7 +83,8 @@ def convert(
 
     `layers`: patterns of layer names to quantise instead of the usual ones. `progress(done, total, name)` counts
     layers. A file appears at `target` only when it is whole; one that is there is replaced. Memory: a few times the
-    largest tensor. Raises UnsupportedFile for a source that cannot be converted, OSError for a disk that fails.
+    largest tensor. Raises UnsupportedFile or UnreadableFile for a source that cannot be converted or read, OSError if
+    the target cannot be written.
     """
     header = _require_plain(source)
     chosen = _choose(header, layers)
@@ -86,12 +92,14 @@ def convert(
     planned = _Layout(header, to, markers)
     free = shutil.disk_usage(target.parent).free
     if planned.size > free - _DISK_RESERVE_BYTES:
+        needed = planned.size + _DISK_RESERVE_BYTES
         raise OSError(
-            f"{display_name(target)} needs {planned.size / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free"
+            errno.ENOSPC,
+            f"it and what is left free for others need {needed / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free",
         )
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with source.open("rb") as reader, partial.open("w+b") as writer:
+        with open_regular(source) as reader, partial.open("w+b") as writer:
             done = list(_write(header, chosen, planned, reader, writer, to, progress))
             writer.flush()
             os.fsync(writer.fileno())
@@ -103,8 +111,17 @@ def convert(
 
 
 def _require_plain(source: Path) -> Header:
-    report = require_loadable(source)
+    report = inspect_file(source)
     name = display_name(source)
+    if report.format in _NOT_READ:
+        raise UnsupportedFile(
+            f"{name} is a {_NOT_READ[report.format]} file, which convert does not read. "
+            "Convert the BF16, FP16 or FP32 safetensors file of the same model."
+        )
+    if report.content in CONTENTS and report.content not in _CONVERTIBLE:
+        raise UnsupportedFile(f"{name} is a {CONTENTS[report.content].title}; convert writes models and text encoders.")
+    if report.refused:
+        raise UnsupportedFile(" ".join(report.problems))
     if report.format not in _SOURCES or not set(report.layers) <= _SOURCES:
         formats = ", ".join(sorted(set(report.layers) - _SOURCES)) or report.format
         raise UnsupportedFile(
@@ -205,7 +222,7 @@ def _write(
     header: Header,
     chosen: Sequence[str],
     planned: _Layout,
-    reader: io.BufferedReader,
+    reader: BufferedReader,
     writer: BinaryIO,
     to: str,
     progress: Callable[[int, int, str], None],
@@ -241,7 +258,7 @@ def _write(
 
 
 def _copy(
-    header: Header, name: str, info: TensorInfo, planned: _Layout, reader: io.BufferedReader, writer: BinaryIO
+    header: Header, name: str, info: TensorInfo, planned: _Layout, reader: BufferedReader, writer: BinaryIO
 ) -> None:
     import torch
 
@@ -250,24 +267,31 @@ def _copy(
     shrinks = info.dtype != planned.entries[name][0]
     left = info.nbytes
     while left:
-        block = bytearray(min(left, _COPY_BYTES))
-        if reader.readinto(block) != len(block):
-            raise OSError(f"{display_name(header.path)} became shorter while it was read")
+        block = _read_bytes(header, min(left, _COPY_BYTES), reader)
         left -= len(block)
         writer.write(_bytes(torch.frombuffer(block, dtype=torch.float32).bfloat16()) if shrinks else block)
 
 
-def _read(header: Header, info: TensorInfo, reader: io.BufferedReader) -> Tensor:
+def _read(header: Header, info: TensorInfo, reader: BufferedReader) -> Tensor:
     """A weight as float32 [N, K], on the GPU if there is one."""
     import torch
 
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-    data = bytearray(info.nbytes)
     reader.seek(header.data_start + info.begin)
-    if reader.readinto(data) != len(data):
-        raise OSError(f"{display_name(header.path)} became shorter while it was read")
-    weight = torch.frombuffer(data, dtype=dtype).reshape(tuple(info.shape))
+    weight = torch.frombuffer(_read_bytes(header, info.nbytes, reader), dtype=dtype).reshape(tuple(info.shape))
     return weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+
+
+def _read_bytes(header: Header, size: int, reader: BufferedReader) -> bytearray:
+    data = bytearray(size)
+    try:
+        complete = reader.readinto(data) == size
+    except OSError as error:
+        raise UnreadableFile(header.path, error.strerror or str(error), "Check the disk it is on.") from None
+    if not complete:
+        cause = "it became shorter while it was read"
+        raise UnreadableFile(header.path, cause, "Wait until it is completely written.")
+    return data
 
 
 def _quantise(weight: Tensor, to: str) -> tuple[dict[str, Tensor], Tensor]:

@@ -10,6 +10,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,7 +60,7 @@ def display_name(path: str | os.PathLike[str]) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading; a pipe or device is refused rather than waited for.
 
     Raises UnreadableFile if it is missing, not a file or not permitted.
@@ -109,6 +110,8 @@ def _read_text(file: BinaryIO, file_size: int) -> tuple[str, int]:
         for magic, what in _LOOKALIKES:
             if start.startswith(magic):
                 raise Malformed(what, NOT_SAFETENSORS)
+        if all(32 <= byte < 127 or byte in b"\t\r\n" for byte in start):
+            raise Malformed("it is a text file", NOT_SAFETENSORS)
         raise Malformed(f"its header claims {length} bytes, above the limit of {MAX_HEADER_BYTES}", NOT_SAFETENSORS)
     data_start = _LENGTH_FIELD.size + length
     if data_start > file_size:

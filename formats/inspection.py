@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .contents import CONTENTS, content_of
 from .families import family_of
 from .floats import OTHER
 from .gguf import MAGIC as GGUF_MAGIC
@@ -37,10 +38,12 @@ class UnsupportedFile(ValueError):
 class FileReport:
     """What `monarch inspect` shows of one file; the fields are those of its JSON.
 
-    format: a handler's name, 'other' (floats that ComfyUI casts), 'unknown', 'gguf', 'pickle' or 'unreadable';
+    format: a handler's name (of most parameters; formats_of has all), 'other' (floats that ComfyUI casts), 'unknown',
+    'gguf', 'pickle' or 'unreadable';
     family: architecture, None while unknown; parameters: of the model, 0 where the content is not looked at;
-    bytes: size on disk; layers: weight matrices per format; problems: sentences for a person, also for files that are
-    loadable; memory_bytes: estimate for the loaded weights on one node, as stored.
+    bytes: size on disk; layers: weight matrices per format; loadable: as a diffusion model; problems: sentences for a
+    person, also for files that are loadable; memory_bytes: estimate for the loaded weights on one node, as stored;
+    content: 'diffusion_model', a name of contents.CONTENTS, None while unknown.
     """
 
     file: str
@@ -52,6 +55,12 @@ class FileReport:
     loadable: bool
     problems: list[str]
     memory_bytes: int
+    content: str | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether something is wrong with it, as a diffusion model or as what nobody knows."""
+        return not self.loadable and self.content not in CONTENTS
 
 
 def inspect_file(path: str | os.PathLike[str]) -> FileReport:
@@ -97,6 +106,13 @@ def compute_paths(report: FileReport, node: Node) -> dict[str, ComputePath]:
     return {name: by_name[name].compute_path(node) if name in by_name else "unavailable" for name in report.layers}
 
 
+def formats_of(report: FileReport) -> list[str]:
+    """The format that the file is called by, and behind it all others that its layers are quantised in."""
+    quantised = {handler.name for handler in handlers() if handler.kind is Kind.QUANTISED}
+    others = [name for name in report.layers if name in quantised and name != report.format]
+    return [report.format, *sorted(others, key=lambda name: -report.layers[name])]
+
+
 @dataclass(slots=True)
 class _Tally:
     """What is counted over the layers of one format."""
@@ -123,17 +139,20 @@ def _describe(header: Header) -> FileReport:
         fault = handler.fault(layer)
         if fault is not None:
             faults.append((layer, fault))
-    problems = _problems(header, faults)
+    family = family_of(header.tensors)
+    content = content_of(header.tensors, family)
+    problems = [content.problem(display_name(header.path))] if content else _problems(header, faults)
     return FileReport(
         file=str(header.path),
         format=_name(tallies, loose),
-        family=family_of(header.tensors),
+        family=None if content else family,
         parameters=sum(tally.parameters for tally in tallies.values()) + sum(loose.values()),
         bytes=header.file_size,
         layers={handler.name: tally.layers for handler, tally in tallies.items()},
         loadable=not problems,
         problems=problems,
         memory_bytes=sum(info.nbytes for info in header.tensors.values()),
+        content=content.name if content else "diffusion_model" if family else None,
     )
 
 

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 
 from monarch_split.distributed import limits
 from monarch_split.distributed.codec import ProtocolError
-from monarch_split.distributed.files import FileCache, FileRef, IncomingFile, file_digest, read_chunks
+from monarch_split.distributed.file_content import ContentHash, read_chunks
+from monarch_split.distributed.files import FileCache, FileRef, IncomingFile, file_digest
 
 
 def write(path: Path, nbytes: int = 1000, seed: int = 0, metadata: str = "") -> Path:
@@ -155,6 +157,29 @@ def test_a_file_arrives_whole_and_is_found_again(tmp_path: Path, cache: FileCach
     assert received.read_bytes() == path.read_bytes()
     assert cache.find(ref_of(path)) == received
     assert left_behind(cache) == [received.name]
+
+
+def test_a_file_is_read_in_pieces_of_their_own_memory_and_hashed_to_the_last_byte(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", limits.FILE_CHUNK_BYTES * 3 + 5)
+    with ContentHash() as behind:
+        behind.update(b"something else")
+        behind.restart()
+        pieces = []
+        for offset, chunk in read_chunks(path):
+            behind.update(chunk)
+            pieces.append((offset, chunk))
+        assert behind.hexdigest() == content_digest(path)
+    assert [offset for offset, _ in pieces] == [i * limits.FILE_CHUNK_BYTES for i in range(4)]
+    assert b"".join(chunk for _, chunk in pieces) == path.read_bytes()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("monarch-hash")]
+
+
+@pytest.mark.parametrize("end", ["finish", "discard", "leave"])
+def test_no_thread_outlives_a_file_that_was_received(tmp_path: Path, cache: FileCache, end: str) -> None:
+    incoming, content = _begin(tmp_path, cache)
+    incoming.write(0, memoryview(content))
+    incoming.finish(hashlib.sha256(content).hexdigest()) if end == "finish" else getattr(incoming, end)()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("monarch-hash")]
 
 
 def test_a_name_with_dots_stays_in_the_folder(tmp_path: Path, cache: FileCache) -> None:

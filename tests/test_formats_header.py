@@ -60,6 +60,7 @@ DAMAGED = {
     "header_above_the_limit": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "above the limit"),
     "length_of_all_ones": (b"\xff" * 8 + b"{}", "above the limit"),
     "web_page": (b"<!DOCTYPE html><html>", "web page"),
+    "text": (b"# Monarch\n\nsplits", "a text file"),
     "git_lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
     "torch_archive_named_safetensors": (b"PK\x03\x04\0\0\x08\x08" + bytes(90), "PyTorch"),
     "not_utf8": (build("")[:0] + (4).to_bytes(8, "little") + b'{"\xff"', "UTF-8"),

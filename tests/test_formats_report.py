@@ -39,6 +39,44 @@ def test_mixed_floats_are_named_after_most_of_their_weights(save: Save) -> None:
     assert inspect_file(save(lay_out({**MIXED, **tables}))).format == "fp32"
 
 
+CONTENTS = {
+    "lora": [
+        ["q.lora_up.weight", "q.lora_down.weight", "q.alpha"],
+        ["q.lora_A.default.weight", "q.lora_B.default.weight"],
+        ["to_q_lora.down.weight", "to_q_lora.up.weight"],
+        ["q.lora_linear_layer.down.weight", "q.lora_linear_layer.up.weight"],
+        ["q.lokr_w1", "q.lokr_w2_a", "q.lokr_w2_b"],
+        ["q.hada_w1_a", "q.hada_w1_b", "q.dora_scale"],
+        ["q.diff", "q.diff_b"],
+        ["q.oft_blocks"],
+    ],
+    "text_encoder": [
+        ["text_model.encoder.layers.0.mlp.fc1.weight"],
+        ["model.layers.0.post_attention_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"],
+    ],
+    "vision_encoder": [["vision_model.encoder.layers.0.layer_norm1.weight"]],
+    "vae": [["decoder.middle.0.residual.0.gamma"], ["decoder.conv_in.conv.weight"]],
+    "controlnet": [[*FLUX, "controlnet_x_embedder.weight", "controlnet_blocks.0.weight"]],
+    "diffusion_model": [
+        FLUX,
+        [*FLUX, "lora_scale.a1"],
+        ["model.diffusion_model.head.modulation", "decoder.conv_in.weight"],
+    ],
+    None: [["some.weight", "alpha", "blocks.0.weight"]],
+}
+
+
+@pytest.mark.parametrize(("content", "names"), [(content, names) for content, all in CONTENTS.items() for names in all])
+def test_what_is_no_diffusion_model_is_told_by_its_names(save: Save, content: str | None, names: list[str]) -> None:
+    report = inspect_file(save(lay_out({name: ("BF16", [4, 4]) for name in names}), "it.safetensors"))
+    assert report.content == content
+    assert report.loadable == (content in (None, "diffusion_model"))
+    if not report.loadable:
+        assert (report.family, report.refused) == (None, False)
+        assert report.problems[0].startswith("it.safetensors is a ")
+        assert "not a diffusion model. Load it with " in report.problems[0]
+
+
 def test_integer_buffers_do_not_make_a_float_file_something_else(save: Save) -> None:
     content = lay_out({"a.weight": ("F16", [4, 4]), "position_ids": ("I64", [1, 77]), "mask": ("BOOL", [8])})
     assert inspect_file(save(content)).format == "fp16"
@@ -87,6 +125,7 @@ def test_at_most_one_handler_recognises_a_layer_of_any_format(save: Save) -> Non
 def test_a_report_is_plain_json(save: Save) -> None:
     fields = json.loads(json.dumps(dataclasses.asdict(inspect_file(save(lay_out(MIXED))))))
     expected = ["file", "format", "family", "parameters", "bytes", "layers", "loadable", "problems", "memory_bytes"]
+    expected.append("content")
     assert list(fields) == expected
 
 

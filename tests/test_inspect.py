@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_json_is_one_list_with_the_documented_fields_first(models: Path, capsys:
         "loadable": True,
         "problems": [],
         "memory_bytes": 2 * 64 * 65,
+        "content": "diffusion_model",
     }
 
 
@@ -74,9 +76,10 @@ def test_links_are_followed_and_a_ring_of_them_ends(models: Path, tmp_path: Path
     (outside / "more.safetensors").write_bytes(BF16)
     (models / "link").symlink_to(outside)
     (models / "sub" / "ring").symlink_to(models)
-    _, out, _ = inspect(capsys, "--json", models)
+    _, out, err = inspect(capsys, "--json", models)
     names = sorted(Path(report["file"]).name for report in json.loads(out))
     assert names == ["flux.safetensors", "more.safetensors", "nvfp4.SFT", "old.ckpt", "wan.gguf"]
+    assert err == f"monarch inspect: {models / 'link'} is a link to {outside.resolve()}, which is looked into, too.\n"
 
 
 def test_several_files_are_listed_in_the_order_they_were_named(models: Path, capsys: Capture) -> None:
@@ -99,6 +102,14 @@ def test_the_table_says_what_each_file_is_and_why_one_is_refused(models: Path, c
     assert max(map(len, out.splitlines())) < 400
 
 
+def test_the_table_names_all_that_a_mixed_file_is_quantised_in(tmp_path: Path, capsys: Capture) -> None:
+    layers = {f"{name}.{i}": QUANTISED[name] for name, count in (("nvfp4", 1), ("mxfp8", 3)) for i in range(count)}
+    (tmp_path / "mixed.safetensors").write_bytes(quantised(layers, plain={"out.weight": ("BF16", [512, 512])}))
+    code, out, _ = inspect(capsys, tmp_path)
+    assert (code, re.split(" {2,}", out.splitlines()[1])[1]) == (0, "mxfp8+nvfp4")
+    assert "3 mxfp8, 1 bf16, 1 nvfp4" in out
+
+
 @pytest.mark.parametrize("content", [b"", BF16[:-1], GGUF_V3], ids=["empty", "truncated", "gguf"])
 def test_a_refused_file_is_a_finding(tmp_path: Path, capsys: Capture, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
@@ -114,10 +125,47 @@ def test_a_missing_file_is_a_finding_and_the_others_are_still_inspected(models: 
     assert (gone["loadable"], good["loadable"], code) == (False, True, 1)
 
 
-def test_a_folder_without_models_is_a_usage_error(tmp_path: Path, capsys: Capture) -> None:
-    code, _, err = inspect(capsys, tmp_path)
-    assert (code, "holds no model files" in err) == (2, True)
-    assert main(["inspect"]) == 2
+@pytest.mark.parametrize("how", [[], ["--json"]], ids=["table", "json"])
+def test_a_folder_without_models_is_said_and_is_no_error(tmp_path: Path, capsys: Capture, how: list[str]) -> None:
+    (tmp_path / "put_models_here").touch()
+    code, out, err = inspect(capsys, *how, tmp_path)
+    assert (code, out.strip()) == (0, "[]" if how else "")
+    assert f"{tmp_path} holds no model files (.bin, " in err
+
+
+def test_nothing_to_inspect_is_a_usage_error(capsys: Capture) -> None:
+    assert inspect(capsys)[0] == 2
+
+
+OTHERS: dict[str, tuple[str, list[str]]] = {
+    "LoRA": ("lora", ["blocks.0.q.lora_A.weight", "blocks.0.q.lora_B.weight", "blocks.0.q.alpha"]),
+    "text encoder": ("text_encoder", ["encoder.block.0.layer.0.SelfAttention.k.weight"]),
+    "VAE": ("vae", ["decoder.conv_in.weight", "decoder.conv_in.bias"]),
+    "ControlNet": ("controlnet", ["controlnet_blocks.0.weight", "img_in.weight"]),
+}
+
+
+def test_what_is_no_diffusion_model_is_said_and_is_no_finding(tmp_path: Path, capsys: Capture) -> None:
+    for title, (_, names) in OTHERS.items():
+        content = lay_out({name: ("BF16", [4, 4]) for name in names})
+        (tmp_path / f"{title}.safetensors").write_bytes(content)
+    code, out, _ = inspect(capsys, tmp_path)
+    assert code == 0
+    for title in OTHERS:
+        (row,) = [line for line in out.splitlines() if f"{title}.safetensors" in line]
+        assert row.endswith("see below")
+        assert re.split(" {2,}", row)[2] == title
+        assert f"- A {title} is not split. Load it with" in out
+    _, out, _ = inspect(capsys, "--json", tmp_path)
+    found = {Path(report["file"]).stem: report for report in json.loads(out)}
+    assert {title: report["content"] for title, report in found.items()} == {t: c for t, (c, _) in OTHERS.items()}
+    assert not any(report["loadable"] for report in found.values())
+
+
+def test_a_refused_file_is_a_finding_beside_ones_that_are_something_else(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "lora.safetensors").write_bytes(lay_out({"a.lora_up.weight": ("BF16", [4, 4])}))
+    (tmp_path / "half.safetensors").write_bytes(BF16[:-1])
+    assert inspect(capsys, tmp_path)[0] == 1
 
 
 def test_an_unreadable_folder_is_named_and_left_out(
@@ -143,6 +191,19 @@ def test_names_from_a_disk_never_reach_the_terminal_raw(tmp_path: Path, capsys: 
     path.write_bytes(build({"x\x1b[31m.weight": entry("I8", [2, 2], 0, 4)}, 4))
     _, out, _ = inspect(capsys, path)
     assert "\x1b" not in out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(models: Path) -> None:
+    # More than a pipe holds, so that it is still being written when nobody reads any more.
+    for index in range(400):
+        (models / f"{index}.safetensors").write_bytes(BF16)
+    command = [sys.executable, str(PACK), "inspect", "--json", str(models)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[\n"
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, b"")
 
 
 def test_monarch_inspect_runs_in_a_bare_python_and_loads_nothing_heavy(models: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarch_split.tests.comfy.test_model_changes import largest_difference, rows_one_by_one
+from monarch_split.tests.comfy.test_model_changes import largest_difference
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(300)]
 
@@ -23,11 +24,15 @@ LAYER_FORMATS = {"fp8": "float8_e4m3fn", "nvfp4": "nvfp4", "int8": "int8_tensorw
 REFERENCE = {"fp8": "layered_fp8_e4m3", "nvfp4": "nvfp4", "int8": "int8_rowwise"}
 
 
-def convert(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def convert(*arguments: object, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+    """`largest_file`: bytes beyond which this system lets it write no file."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
     command = [sys.executable, str(PACK), "convert", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,8 @@ def relative(one: Any, other: Any) -> float:
 def test_a_converted_model_computes_nearly_the_same_and_splits(
     driver: Any, comfy: Any, tiny: Callable[..., Any], models_folder: Path, source: Path, tmp_path: Path, to: str
 ) -> None:
+    import torch
+
     from monarch_split.demo.tiny_formats import write_format
     from monarch_split.formats import inspect_file
 
@@ -54,24 +61,34 @@ def test_a_converted_model_computes_nearly_the_same_and_splits(
     said = json.loads(done.stdout)
     assert said["format"] == LAYER_FORMATS[to]
     assert len(said["layers"]) == 20
+    told = done.stderr.splitlines()
+    assert told[0] == f"Converting {source} to {to}, as {target}."
+    assert (told[1], told[-1]) == (
+        "0 of 20 layers are converted.",
+        "20 of 20 layers are converted; waiting for the disk.",
+    )
     assert max(layer["error"] for layer in said["layers"]) < {"fp8": 0.04, "nvfp4": 0.15, "int8": 0.02}[to]
     assert said["bytes_after"] == target.stat().st_size
     report = inspect_file(target)
     assert report.loadable, report.problems
-    assert sorted(os.listdir(tmp_path)) == ["converted.safetensors", "monarch.toml"]
+    assert [name for name in os.listdir(tmp_path) if "converted" in name] == ["converted.safetensors"]
 
-    it = tiny(FAMILY)
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        _compute_and_split(driver, comfy, tiny(FAMILY), target, write_format(REFERENCE[to], models_folder), to)
+
+
+def _compute_and_split(driver: Any, comfy: Any, it: Any, target: Path, reference: Path, to: str) -> None:
     expected = it.sample(cfg=3.0)
     it.model = comfy.sd.load_diffusion_model(str(target))
     layers = [module for module in it.model.model.diffusion_model.modules() if getattr(module, "quant_format", None)]
     assert {layer.quant_format for layer in layers} == {LAYER_FORMATS[to]}
     assert len(layers) == 20
     got = it.sample(cfg=3.0)
-    it.model = comfy.sd.load_diffusion_model(str(write_format(REFERENCE[to], models_folder)))
+    it.model = comfy.sd.load_diffusion_model(str(reference))
     assert 0 < relative(got, expected) <= 1.1 * relative(it.sample(cfg=3.0), expected)
 
     it.model = comfy.sd.load_diffusion_model(str(target))
-    one = it.sample(rows_one_by_one(it.model) if to == "int8" else it.model, cfg=3.0)
+    one = it.sample(cfg=3.0)
     latent = it.sample(driver.split(it.model), cfg=3.0)
     driver.assert_split()
     assert largest_difference(latent, one) <= 1e-5
@@ -138,5 +155,23 @@ def test_a_file_that_exists_is_kept_and_half_of_one_is_never_left(source: Path, 
     assert last.removesuffix(".weight") in done.stderr
     assert target.read_bytes() == b"mine"
     assert sorted(os.listdir(tmp_path)) == ["broken.safetensors", "out.safetensors"]
+    done = convert(source, target, "--to", "fp8", "--force", largest_file=100_000)
+    assert done.returncode == 1
+    assert f"{target} cannot be written: File too large. Free some space there" in done.stderr
+    assert target.read_bytes() == b"mine"
+    assert sorted(os.listdir(tmp_path)) == ["broken.safetensors", "out.safetensors"]
     assert convert(source, target, "--to", "fp8", "--force").returncode == 0
     assert target.stat().st_size > 1000
+
+
+def test_a_text_encoder_is_converted_too(comfy: Any, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    layer = "encoder.block.0.layer.0.SelfAttention"
+    tensors = {f"{layer}.{part}.weight": torch.randn(32, 32) for part in "qkvo"}
+    save_file({**tensors, "shared.weight": torch.randn(64, 32)}, tmp_path / "t5.safetensors")
+    done = convert(tmp_path / "t5.safetensors", tmp_path / "out.safetensors", "--to", "fp8")
+    assert done.returncode == 0, done.stderr
+    written = load_file(tmp_path / "out.safetensors")
+    assert {key for key in written if key.endswith(".comfy_quant")} == {f"{layer}.{p}.comfy_quant" for p in "qkvo"}

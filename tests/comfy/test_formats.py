@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarch_split.tests.comfy.test_model_changes import largest_difference, rows_one_by_one
+from monarch_split.tests.worker_process import until
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(300)]
 
@@ -18,8 +20,7 @@ FORMATS = [
     *["layered_fp8_e4m3", "layered_fp8_e4m3_header", "layered_fp8_e5m2", "mixed"],
     *["nvfp4", "nvfp4_header", "mxfp8", "int8", "int8_rowwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"],
 ]
-# Their layers round each token's activations to a few bits. Another batch size changes activations in the last digit
-# and so, here and there, what they are rounded to; the stock sampler with one row at a time is what a split must equal.
+# Their layers also round what they are given.
 ROUNDED = ["mixed", "int8", "int8_rowwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"]
 # What distinguishes the files for ComfyUI, so that a writer that misses its format fails here and not silently passes.
 QUANTISED = {
@@ -38,6 +39,16 @@ QUANTISED = {
     "convrot_w4a4": {"convrot_w4a4"},
     "asym_w4a8_int8": {"asym_w4a8_int8"},
 }
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_prompt() -> Iterator[None]:
+    """ComfyUI runs nodes in inference mode. Outside of it torch takes the layers behind attention apart for a batch,
+    and comfy-kitchen multiplies what is left of them with dequantised weights."""
+    import torch
+
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture
@@ -92,11 +103,44 @@ def test_split_as_on_one_process_with_and_without_lora(
     assert layer_formats(it.model) == QUANTISED.get(name, set())
     results = []
     for model in (it.model, lora(it.model)):
-        results.append(it.sample(rows_one_by_one(model) if name in ROUNDED else model, **STEPS))
+        results.append(it.sample(model, **STEPS))
         latent = it.sample(driver.split(model), **STEPS)
         driver.assert_split()
         assert largest_difference(latent, results[-1]) <= 1e-5
     assert largest_difference(*results) > 1e-3
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_outside_of_inference_mode_a_split_is_still_what_its_rows_are_one_at_a_time(
+    driver: Any, quantised: Callable[..., Any], name: str
+) -> None:
+    import torch
+
+    with torch.inference_mode(False):
+        it = quantised(name)
+        expected = it.sample(rows_one_by_one(it.model), **STEPS)
+        latent = it.sample(driver.split(it.model), **STEPS)
+        driver.assert_split()
+        assert largest_difference(latent, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["layered_fp8_e5m2", "nvfp4", "int8_rowwise"])
+def test_a_model_still_splits_after_its_worker_let_go_of_another(
+    driver: Any, quantised: Callable[..., Any], shared_worker: Any, name: str
+) -> None:
+    it, other = quantised(name), quantised("mxfp8")
+    latents = []
+    for each in (it, other):
+        latents.append(each.sample(driver.split(each.model), **STEPS))
+        driver.assert_split()
+    told = shared_worker.output.count("Let go of")
+    other.model = None
+    del each, other
+    driver.reports.clear()
+    gc.collect()
+    until(lambda: shared_worker.output.count("Let go of") > told, "the worker to let go of a model")
+    assert largest_difference(it.sample(driver.split(it.model), **STEPS), latents[0]) == 0
+    driver.assert_split()
 
 
 @pytest.mark.parametrize("name", ROUNDED)
