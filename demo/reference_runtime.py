@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ class ReferenceRuntime:
         if tree.get("loader") != LOADER:
             raise ProtocolError("this worker only computes the reference model; start it with ComfyUI")
         return _ReferenceReplica(load_reference_model(path), self._interrupted)
+
+    def release(self, files: Collection[str]) -> int:
+        return 0  # a replica belongs to its run and goes with it
 
     def interrupt(self, on: bool) -> None:
         if on:

@@ -6,7 +6,9 @@ On a machine whose GPU shares its memory, running out ends the process or the ho
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +59,13 @@ def require_memory(name: str, needed: int, where: str, free_some: Callable[[], b
                 f"{name} needs {needed / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB are available on {where}. "
                 "End what else uses memory there, or use the model in a smaller format."
             )
+
+
+def give_back_freed() -> None:
+    """Return freed memory to the system; glibc keeps much of it for this process (other C libraries do not)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_pages(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from .codec import ProtocolError, pack_plain
 from .compute_path import NATIVE, OWN, PLAIN_FP8, follow
 from .families import find_family
 from .files import FileRef, file_digest
+from .jobs import say
 from .loading import load_checked
-from .memory import forget_pages, is_unified, loaded_bytes, require_memory
+from .memory import forget_pages, give_back_freed, is_unified, loaded_bytes, require_memory
 from .options import CODE_OPTIONS
 from .replica import add_weight_patches
 from .runtime import Through, run_model
 from .versions import own_versions
 
+# ComfyUI's kinds of folders with models that can be split.
+MODEL_FOLDERS = ("diffusion_models", "checkpoints")
 # What decides how a file is loaded; the compute dtype and patches are put on clones.
 _BASE_KEYS = ("loader", "options", "dtype", "paths")
 
@@ -41,7 +45,8 @@ class ComfyRuntime:
 
         self.versions = own_versions(comfyui, version)
         self._model_management = model_management
-        self._models: OrderedDict[str, Any] = OrderedDict()
+        # By the digest of the file and how it was loaded.
+        self._models: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._loaded: Any = None
         self._loaded_for = 0.0
 
@@ -50,18 +55,43 @@ class ComfyRuntime:
         memory = self._model_management.get_total_memory(device)
         name = self._model_management.get_torch_device_name(device)
         emulated = " ".join(_emulated_formats(self._model_management, device))
-        return {"device": name, "memory": f"{memory / 1e9:.0f} GB", "emulates": emulated}
+        unified = is_unified(device)
+        own_memory = device.type != "cpu" and not unified
+        free = f"{self._model_management.get_free_memory(device) / 1e9:.0f} GB" if own_memory else ""
+        return {
+            "device": name,
+            "memory": f"{memory / 1e9:.0f} GB",
+            "emulates": emulated,
+            "unified": "yes" if unified else "",
+            "free": free,
+            "driver": _driver_version() if device.type == "cuda" else "",
+        }
+
+    @staticmethod
+    def model_folders() -> list[Path]:
+        """Where this ComfyUI looks for models that can be split."""
+        import folder_paths
+
+        return [Path(path) for kind in MODEL_FOLDERS for path in folder_paths.get_folder_paths(kind)]
 
     def find(self, ref: FileRef) -> Path | None:
         import folder_paths
 
-        if ref.folder not in ("diffusion_models", "checkpoints"):
+        if ref.folder not in MODEL_FOLDERS:
             return None
         found = folder_paths.get_full_path(ref.folder, ref.name)
         path = Path(found) if found else None
+        if path is not None and not self._is_in_a_model_folder(path):
+            say(f"{path} is a link out of the model folders and is not used; name its folder to ComfyUI instead.")
+            return None
         if path is not None and path.stat().st_size == ref.bytes and file_digest(path) == ref.digest:
             return path
         return None
+
+    def _is_in_a_model_folder(self, path: Path) -> bool:
+        """A whole folder may be a link; a file may link to another folder of models."""
+        own = path.resolve()
+        return any(own.is_relative_to(folder.resolve()) for folder in self.model_folders())
 
     def build(self, tree: dict[str, Any], path: Path, key: str) -> ComfyReplica:
         # As ComfyUI's own prompts run: otherwise patching weights would be recorded for gradients.
@@ -80,7 +110,8 @@ class ComfyRuntime:
         return ComfyReplica(self, patcher, patched)
 
     def _base(self, tree: dict[str, Any], path: Path) -> Any:
-        key = json.dumps([pack_plain({name: tree[name] for name in _BASE_KEYS}, "recipe")[0], file_digest(path)])
+        how = json.dumps(pack_plain({name: tree[name] for name in _BASE_KEYS}, "recipe")[0])
+        key = (file_digest(path), how)
         if key not in self._models:
             report = require_splittable(path)
             require_memory(path.name, loaded_bytes(report, tree["dtype"]), "the worker", self._drop_a_model)
@@ -123,12 +154,27 @@ class ComfyRuntime:
         if not self._models:
             return False
         self._models.popitem(last=False)
-        self._set_aside()
-        self._model_management.unload_all_models()
+        self._give_memory_back()
+        return True
+
+    def release(self, files: Collection[str]) -> int:
+        unwanted = [key for key in self._models if key[0] in files]
+        for key in unwanted:
+            del self._models[key]
+        if unwanted:
+            self._give_memory_back()
+        return len(unwanted)
+
+    def _give_memory_back(self) -> None:
+        # As they were loaded: outside of it ComfyUI makes other tensors of quantised weights that it moves, which
+        # cannot be moved back within it.
+        with torch.inference_mode():
+            self._set_aside()
+            self._model_management.unload_all_models()
         # Patchers and models refer to each other.
         gc.collect()
         self._model_management.soft_empty_cache()
-        return True
+        give_back_freed()
 
     def _set_aside(self) -> None:
         if self._loaded is not None:
@@ -173,6 +219,14 @@ class ComfyReplica:
         placed = _to_device({**kwargs, "transformer_options": options}, self._patcher.load_device)
         with torch.inference_mode():
             return through(self._patcher.model.diffusion_model, _to_device(args, self._patcher.load_device), placed)
+
+
+def _driver_version() -> str:
+    """Version of the NVIDIA driver, where Linux tells it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _emulated_formats(model_management: Any, device: torch.device) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import limits
 from .codec import Kept, ProtocolError, replace_kept
 from .recipe import tensor_digest
 
@@ -15,8 +16,9 @@ from .recipe import tensor_digest
 class PatchCache:
     """Bounded; the least recently used go first, but never those of a recipe that is being completed."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_pinned: int = limits.RECIPE_TENSOR_BYTES) -> None:
         self._max_bytes = max_bytes
+        self._max_pinned = max_pinned
         self._tensors: OrderedDict[int | str, torch.Tensor] = OrderedDict()
         self._pinned: set[int | str] = set()
 
@@ -30,16 +32,26 @@ class PatchCache:
         return [str(name) for name in named if name not in self._tensors]
 
     def add(self, tensors: dict[str, torch.Tensor], wanted: set[str]) -> None:
-        """Take tensors that were asked for. Raises ProtocolError for others, or if content and digest differ."""
+        """Take tensors that were asked for. Raises ProtocolError for others, or if content and digest differ.
+
+        Also if the recipe's tensors come to more than RECIPE_TENSOR_BYTES: none of them could be let go.
+        """
         for digest, tensor in tensors.items():
             if digest not in wanted or tensor_digest(tensor) != digest:
                 raise ProtocolError("a patch tensor is not the one that was asked for")
             self._tensors[digest] = tensor
+        if sum(tensor.nbytes for name, tensor in self._tensors.items() if name in self._pinned) > self._max_pinned:
+            raise ProtocolError("a recipe has more patch tensors than are allowed")
         size = sum(tensor.nbytes for tensor in self._tensors.values())
         for digest in [name for name in self._tensors if name not in self._pinned]:
             if size <= self._max_bytes:
                 return
             size -= self._tensors.pop(digest).nbytes
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._tensors.clear()
+        self._pinned = set()
 
     def fill(self, tree: dict[str, Any]) -> dict[str, Any]:
         """`tree` with tensors in place of their names."""

@@ -22,10 +22,14 @@ class Report:
     forwards: int = 0
     forwards_split: int = 0
     split: str | None = None
+    # Whether forwards split by tokens swapped less than what they had.
+    approximate: bool = False
     # What each node computed of the last split forward: rows, or its part of the tokens.
     rows: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
+    # Both without waiting for workers that load. The first forward also loads and warms up on this machine.
     seconds: float = 0.0
+    first_seconds: float = 0.0
     waiting: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -56,7 +60,13 @@ class Report:
 
     @property
     def seconds_per_step(self) -> float | None:
-        return self.seconds / self.steps if self.steps else None
+        """Of a step after the first forward, as far as there are any."""
+        if not self.steps:
+            return None
+        later = self.forwards - 1
+        if later < 1:
+            return self.seconds / self.steps
+        return (self.seconds - self.first_seconds) / later * self.forwards / self.steps
 
     def line(self) -> str:
         """The run in one line for a person."""
@@ -67,9 +77,10 @@ class Report:
         speedup = f", {self.speedup:.2f}x" if self.speedup else ""
         given = self.rows or {node: f"{part:.0%}" for node, part in self.tokens.items()}
         shares = ", ".join(f"{node} {share}" for node, share in given.items())
+        approximate = ", approximate (compressed exchange)" if self.approximate else ""
         line = (
             f"Split over {len(given)} machines by {self.split}: "
-            f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares})."
+            f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares}){approximate}."
         )
         notes = "; ".join(self.events + self.reasons)
         return f"{line} Note: {notes}." if notes else line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +49,10 @@ class Runtime(Protocol):
 
     def build(self, tree: dict[str, Any], path: Path, key: str) -> Replica:
         """Build the replica of a recipe, whose tensors are in place; `key` names the recipe. Raises with a sentence."""
+        ...
+
+    def release(self, files: Collection[str]) -> int:
+        """Let go of the models that were built from files with these digests. Returns how many there were."""
         ...
 
     def interrupt(self, on: bool) -> None:

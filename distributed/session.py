@@ -70,9 +70,8 @@ class Session:
         self._conditionings.abandon()
         if self._tokens is not None:
             self._tokens.close()
+        self.report.seconds = self._seconds()
         self._peers.end(cancel=kind is not None)
-        if self._first_forward_at is not None:
-            self.report.seconds = time.perf_counter() - self._first_forward_at - self._peers.load_seconds
 
     def start(self) -> None:
         """Describe the model, connect to the workers and have them load; returns while they still load."""
@@ -96,6 +95,13 @@ class Session:
         Same result as calling it. Raises what it raises, and what `check` raises.
         """
         self._begin_time()
+        output = self._compute(forward, args, kwargs)
+        if not self.report.first_seconds:
+            synchronize(output)
+            self.report.first_seconds = self._seconds()
+        return output
+
+    def _compute(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(args, kwargs)
         self.report.forwards += 1
         if self._conditionings.branch is not None:
@@ -124,6 +130,12 @@ class Session:
     def _begin_time(self) -> None:
         if self._first_forward_at is None:
             self._first_forward_at = time.perf_counter()
+
+    def _seconds(self) -> float:
+        """Since the first forward began, without those that passed while workers were loading."""
+        if self._first_forward_at is None:
+            return 0.0
+        return time.perf_counter() - self._first_forward_at - self._peers.load_seconds
 
     def _plain(self, call: Call) -> Call | None:
         """The call with only plain data in its transformer_options, or None with the reason on record."""
@@ -167,17 +179,31 @@ class Session:
                         f"{peer.name} computes something else than this machine "
                         f"(relative difference {difference:.1e}); "
                         "check that both have the same software and kind of GPU, "
-                        "and that the model file has not changed since it was loaded here"
+                        "and that the model file has not changed since it was loaded here",
+                        final=True,
                     )
                 self._ledger.prove(peer, "rows")
         return rows.join(list(outputs))
 
     def _split_rows(self, forward: Forward, call: Call, plain: Call, peers: list[Peer]) -> Any:
         costs = self._ledger.costs(peers, shapes(call))
+
+        def by_rows() -> Any:
+            return self._by_rows(forward, call, plain, peers, costs)
+
+        if self._tokens is not None and self._tokens.beat_rows(peers, call, costs):
+            return self._tokens.instead_of_rows(forward, call, plain, peers, costs, by_rows)
+        if any(peer not in self._peers for peer in peers):
+            return self._here(forward, call)
+        return by_rows()
+
+    def _by_rows(self, forward: Forward, call: Call, plain: Call, peers: list[Peer], costs: Costs) -> Any:
         if not self._ledger.pays(costs, call.rows):
             return self._here(forward, call)
         if self._ledger.wants_measure_alone(costs):
             self._peers.look()
+            if self._tokens is not None:
+                return self._tokens.alone(forward, call, peers, costs)
             return self._ledger.alone(forward, call, costs)
         began = time.perf_counter()
         shares = self._shares(costs, peers, call.rows)
@@ -198,7 +224,8 @@ class Session:
             with self._peers.released_on_failure(peer):
                 share = peer.finish(ticket)
                 if not continues(share.output, stop - start, local):
-                    raise PeerFailed(f"{peer.name} gave an output of another shape or type than this machine")
+                    why = f"{peer.name} gave an output of another shape or type than this machine"
+                    raise PeerFailed(why, final=True)
                 parts[start] = on_device(share.output, local)
                 self._ledger.record_pace(costs, peer.worker_id, stop - start, share.seconds)
                 slowest = max(slowest, share.seconds)
@@ -288,7 +315,8 @@ class Session:
                 branch.park(ticket)
                 share = branch.peer.finish(ticket)
                 if rows.row_count(share.output) != call.rows:
-                    raise PeerFailed(f"{branch.peer.name} gave an output of another shape than was asked for")
+                    why = f"{branch.peer.name} gave an output of another shape than was asked for"
+                    raise PeerFailed(why, final=True)
                 branch.remote += 1
                 branch.seconds += share.seconds
                 return on_device(share.output, call.args[0])

@@ -19,11 +19,13 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from ..distributed.cluster import ConfigurationError, load_configuration
 from ..distributed.compute_path import dequantised
 from ..distributed.families import find_family
+from ..distributed.recipe import Recipe
 from ..distributed.replica import describe, forward_replaced, loaded_file, note_file
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from ..formats import UnsupportedFile, gguf_refusal, is_gguf_model, require_loadable
+from .unloading import follow
 
 SPLIT_MODES = ("auto", "rows", "off", "tokens")
 _KEY = "monarch"
@@ -78,7 +80,7 @@ class _SplitSampling:
             cluster,
             own_versions(Path(comfy.__path__[0]).parent, _comfyui_version()),
             report,
-            lambda: describe(guider.model_patcher),
+            lambda: _described(guider.model_patcher),
             check=comfy.model_management.throw_exception_if_processing_interrupted,
             progress=_FileProgress(),
             dequantised=lambda formats: dequantised(guider.model_patcher.model, formats),
@@ -96,6 +98,12 @@ class _SplitSampling:
             raise
         finally:
             self._on_report(report)
+
+
+def _described(patcher: Any) -> Recipe:
+    recipe = describe(patcher)
+    follow(patcher, recipe.file.digest)
+    return recipe
 
 
 class _SplitModel:

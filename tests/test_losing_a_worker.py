@@ -96,6 +96,8 @@ def test_a_worker_killed_in_a_run_costs_one_forward(
     # While it is being connected to, a worker that dies is no different from another program.
     assert at == "connect" or f"the connection to the worker at {worker.address} was lost" in report.line()
     assert worker.address in report.line()
+    if at != "connect":
+        assert f"the render went on without it; have the worker at {worker.address} running again" in report.line()
     with ended(forge.worker(port=worker.port, cache=worker.cache)):
         worst, report = render([worker.address], recipe, model)
     assert worst <= SAME
@@ -184,6 +186,24 @@ def test_an_error_of_the_worker_is_named_and_its_share_computed_here(
     assert worst <= SAME
     assert report.forwards_split == 1
     assert "w: RuntimeError: gone bad" in report.line()
+
+
+@pytest.mark.parametrize(("mode", "cfg"), [("rows", 4.0), ("tokens", 1.0)], ids=["rows", "tokens"])
+def test_a_worker_without_memory_for_the_model_says_so_once_and_is_asked_again_in_the_next_run(
+    worker: Worker, recipe: Recipe, model: ReferenceDiT, mode: str, cfg: float
+) -> None:
+    worker.behave(build_error="tiny needs 9.9 GB of memory and 1.0 GB are available on the worker")
+    worst, report = render([worker.address], recipe, model, mode=mode, cfg=cfg)
+    assert worst <= SAME
+    assert report.events == [
+        "w: MemoryError: tiny needs 9.9 GB of memory and 1.0 GB are available on the worker",
+    ]
+    assert report.forwards_split == 0
+    worker.behave()
+    worst, report = render([worker.address], recipe, model, mode=mode, cfg=cfg)
+    assert worst <= SAME
+    assert report.forwards_split == 2
+    assert not report.events
 
 
 def test_an_interrupt_while_the_file_is_sent_leaves_nothing_half_written(

@@ -115,7 +115,7 @@ def test_twenty_prompts_of_alternating_size_leave_nothing_behind(driver: Any, ti
         ('[clusters.default]\nworkers = ["no.such.host.invalid"]\n', "not known"),
         ('[clusters.default]\nworkers = ["127.0.0.1:notaport"]\n', "is not an address"),
         ("[clusters.default\n", "not valid TOML"),
-        ('[clusters.default]\nworker = ["127.0.0.1:1"]\n', "needs a list"),
+        ('[clusters.default]\nworker = ["127.0.0.1:1"]\n', "unknown settings: worker"),
     ],
 )
 def test_no_usable_worker_renders_here_and_says_why(

@@ -20,10 +20,12 @@ def server(comfy: Any, comfyui_path: Path, tmp_path_factory: pytest.TempPathFact
     from monarch_split.demo.comfy_server import ComfyServer
     from monarch_split.demo.tiny_models import write_model
     from monarch_split.demo.worker_process import PACK
+    from monarch_split.tests.driving import share_identity
 
     base = tmp_path_factory.mktemp("server")
     configuration = base / "configuration"
     configuration.mkdir()
+    share_identity(configuration)
     with ComfyServer(
         base, comfyui=comfyui_path, pack=PACK, pack_name="monarch-split",
         environment={"MONARCH_CONFIG_DIR": str(configuration)}, arguments=["--preview-method", "latent2rgb"],
@@ -136,6 +138,33 @@ def test_worker_killed_half_way_and_restarted(server: Any, start_worker: Callabl
         entry = server.run(graph(**watched), timeout=90)
         assert report_of(entry)["forwards_split"] >= 7, report_of(entry)["line"]
         assert difference(server, entry, stock) <= 1e-5
+
+
+def test_freeing_memory_here_frees_it_on_the_worker(server: Any, start_worker: Callable[..., Any]) -> None:
+    settings = {"model": "flux_schnell_deep.safetensors", "seed": 41}
+    size = (server.models_folder("diffusion_models") / "flux_schnell_deep.safetensors").stat().st_size
+    with start_worker(name="second") as worker:
+        join(server, worker)
+        # Everything that a first render leaves in memory for good.
+        server.run(graph(seed=41), timeout=90)
+        server.free()
+        wait_for(lambda: "Let go of 1 model" in worker.output)
+        baseline = resident(worker.pid)
+        first = server.run(graph(**settings), timeout=90)
+        assert report_of(first)["forwards_split"] >= 3, report_of(first)["line"]
+        assert resident(worker.pid) > baseline + 0.5 * size
+        server.free()
+        wait_for(lambda: worker.output.count("Let go of 1 model") == 2)
+        wait_for(lambda: resident(worker.pid) < baseline + 0.25 * size)
+        again = server.run(graph(**settings), timeout=90)
+        assert report_of(again)["forwards_split"] >= 3, report_of(again)["line"]
+        assert difference(server, again, first) <= 1e-5
+
+
+def resident(pid: int) -> int:
+    """Bytes of main memory that a process has for itself."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def test_interrupt_through_the_api(server: Any, start_worker: Callable[..., Any]) -> None:
