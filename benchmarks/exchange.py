@@ -151,10 +151,10 @@ def run(gpus: bool, rounds: int) -> dict[str, Any]:
     if rank == 0:
         sock, _ = listening.accept()
         lanes_port, store_port = json.loads(ours.recv(100))
-        lanes = join_as_driver([None, (HOST, lanes_port)], SECRET)
+        lanes = join_as_driver([None, (HOST, lanes_port)], SECRET, None)
     else:
         sock = socket.create_connection(listening.getsockname())
-        listener, store = ExchangeListener(HOST, 0), host_store(HOST)
+        listener, store = ExchangeListener([HOST], 0, None), host_store(HOST)
         store_port = store.port
         theirs.sendall(json.dumps([listener.port, store_port]).encode())
         lanes = listener.join(1, [None, (HOST, listener.port)], SECRET, lambda: None)

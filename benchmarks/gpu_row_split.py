@@ -28,7 +28,8 @@ if "COMFYUI_PATH" in os.environ:
 
 import torch
 
-from ..distributed.cluster import Address, Cluster
+from ..distributed.addresses import Address
+from ..distributed.cluster import Cluster
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
@@ -40,11 +41,13 @@ ROWS = 2
 
 def serve() -> None:
     """The worker process: prints its port, serves until it is ended."""
+    from ..distributed.auth import own_identity
     from ..distributed.files import FileCache
     from ..distributed.worker import Worker, run_until_stopped
 
-    worker = Worker(RandomRuntime(), FileCache(Path("unused")), "127.0.0.1", 0, "worker")
-    print(worker.address.rsplit(":", 1)[1], flush=True)
+    cache = FileCache(Path("unused"))
+    worker = Worker(RandomRuntime(), cache, ["127.0.0.1"], 0, "worker", own=own_identity())
+    print(worker.addresses[0].port, flush=True)
     run_until_stopped(worker)
 
 

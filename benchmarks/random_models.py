@@ -5,7 +5,7 @@ Needs ComfyUI's `comfy` on sys.path. Nothing is read from disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,9 @@ class RandomRuntime:
     def build(self, tree: dict[str, Any], path: Path, key: str) -> _RandomReplica:
         torch.cuda.empty_cache()
         return _RandomReplica(build(tree["model"]))
+
+    def release(self, files: Collection[str]) -> int:
+        return 0
 
     def interrupt(self, on: bool) -> None:
         """Forwards here are not interrupted."""

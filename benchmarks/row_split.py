@@ -31,7 +31,8 @@ import torch
 from ..demo.reference import DEMO, ReferenceDiT
 from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
-from ..distributed.cluster import Cluster, parse_address
+from ..distributed.addresses import parse_address
+from ..distributed.cluster import Cluster
 from ..distributed.ledger import DRIVER
 from ..distributed.report import Report
 from ..distributed.session import Session
@@ -128,7 +129,7 @@ def main() -> int:
         model = load_reference_model(recipe.path)
         report = Report("rows")
         with WorkerProcess(cache=Path(folder) / "cache") as worker:
-            cluster = Cluster("benchmark", (parse_address("benchmark", worker.address),))
+            cluster = Cluster("benchmark", (parse_address(worker.address),))
             with Session(cluster, own_versions(None), report, lambda: recipe, check=lambda: None) as session:
                 result = measure(model, session, arguments.steps)
     record = {

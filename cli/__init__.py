@@ -29,9 +29,15 @@ class Subcommand:
 # A module may also have `prepare(args, argv)`: called by `./monarch` alone, to choose the Python that runs it.
 # Without one it runs in `.venv`, so a module imports only the standard library at its top.
 SUBCOMMANDS = {
+    "bench": Subcommand("measure the link to each worker"),
     "convert": Subcommand("write a 16 bit model in FP8, NVFP4 or INT8"),
     "demo": Subcommand("render on one and on two processes of this machine, and compare"),
+    "doctor": Subcommand(
+        "look at everything that a split needs, with the fix beside what is wrong; arguments after -- go to ComfyUI",
+        passes_on="after --",
+    ),
     "inspect": Subcommand("say what model files are, whether they can be split, and what they need"),
+    "pair": Subcommand("let this machine use a worker, or a driver use this machine's worker; list, remove"),
     "test": Subcommand("run the tests; other arguments go to pytest", passes_on="unknown"),
     "worker": Subcommand("serve this machine to a driver; arguments after -- go to ComfyUI", passes_on="after --"),
 }

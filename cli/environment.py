@@ -25,10 +25,13 @@ VENV = PACK / ".venv"
 _ENGINE = {"torch==2.13.0": "torch", "numpy": "numpy", "safetensors": "safetensors", "pyzmq>=25": "zmq"}
 TEST_TOOLS = {"pytest>=8": "pytest", "pytest-timeout>=2.3": "pytest_timeout", "hypothesis>=6.100": "hypothesis"}
 REQUIREMENTS: dict[str, dict[str, str]] = {
+    "bench": _ENGINE,
     "convert": {},
     "worker": _ENGINE,
     "demo": _ENGINE,
+    "doctor": _ENGINE,
     "inspect": {},
+    "pair": _ENGINE,
     "test": {**_ENGINE, **TEST_TOOLS},
 }
 

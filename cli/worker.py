@@ -12,7 +12,9 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..distributed.addresses import address_facing, is_loopback, local_addresses
 from ..distributed.limits import DEFAULT_PORT
+from . import service
 from .environment import ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, run_in
 
 if TYPE_CHECKING:
@@ -21,8 +23,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--listen", metavar="ADDRESS", default="127.0.0.1", help="address to listen on; loopback only (%(default)s)"
+        "--listen",
+        metavar="ADDRESS",
+        action="append",
+        help="IP address of this machine to listen on, or `all`; may be given several times (127.0.0.1)",
     )
+    parser.add_argument("--facing", metavar="HOST", help="listen on the address from which this machine reaches HOST")
+    parser.add_argument("--pair", action="store_true", help="print a pairing code, though there are paired drivers")
     parser.add_argument(
         "--port", metavar="N", type=_port, default=DEFAULT_PORT, help="port; 0 takes a free one (%(default)s)"
     )
@@ -35,11 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", metavar="DIR", type=Path, help="where files that a driver sends are kept")
     parser.add_argument("--name", metavar="NAME", help="what drivers call this worker (the host's name)")
+    service.add_arguments(parser)
 
 
 def prepare(args: argparse.Namespace, argv: list[str]) -> None:
     """Start again in the Python that can compute: ComfyUI's, or `.venv` for the reference runtime."""
-    _loopback(args.listen)
+    _hosts(args)
     if args.runtime == "reference":
         ensure_environment("worker", argv)
     comfyui = _comfyui(args.comfyui)
@@ -57,15 +65,20 @@ def prepare(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    listen = _loopback(args.listen)
+    hosts = _hosts(args)
     comfyui = _comfyui(args.comfyui).path if args.runtime == "comfyui" else None
 
-    _check_free(listen, args.port)
+    if all(is_loopback(host) for host in hosts):
+        print(f"Only this machine can reach this worker. For another one, start it with --listen {_own_addresses()}.")
+    if args.install_service:
+        return service.install(args, comfyui)
+    for host in hosts:
+        _check_free(host, args.port)
     set_before_torch(args.passed_on)
     from ..distributed.serve import serve
 
     cache = args.cache.expanduser() if args.cache else None
-    return serve(_runtime(comfyui, args.passed_on), listen, args.port, cache=cache, name=args.name)
+    return serve(_runtime(comfyui, args.passed_on), hosts, args.port, cache=cache, name=args.name, pair=args.pair)
 
 
 def _check_free(listen: str, port: int) -> None:
@@ -105,21 +118,44 @@ def _runtime(comfyui: Path | None, comfyui_args: list[str]) -> Runtime:
     return ComfyRuntime(comfyui, comfyui_args)
 
 
-def _loopback(address: str) -> str:
-    """`address` as a loopback IP address; CommandError for any other."""
-    if address == "localhost":
-        return "127.0.0.1"
+def _hosts(args: argparse.Namespace) -> list[str]:
+    """IP addresses to listen on. Raises CommandError for what is none of this machine's."""
+    if args.facing is not None:
+        try:
+            return [address_facing(args.facing)]
+        except OSError as error:
+            raise CommandError(f"This machine has no way to {args.facing} ({error.strerror or error}).", 2) from None
+    hosts: list[str] = []
+    for text in args.listen or ["127.0.0.1"]:
+        hosts += _every_address() if text == "all" else [_own_address("127.0.0.1" if text == "localhost" else text)]
+    return list(dict.fromkeys(hosts))
+
+
+def _own_address(text: str) -> str:
     try:
-        if ipaddress.ip_address(address).is_loopback:
-            return address
+        if ipaddress.ip_address(text).is_unspecified:
+            raise CommandError(
+                f"{text} stands for every address of this machine; if you mean that, say --listen all.", 2
+            )
+        with socket.socket(socket.AF_INET6 if ":" in text else socket.AF_INET) as probe:
+            probe.bind((text, 0))
     except ValueError:
-        pass
-    raise CommandError(
-        f"{address} is not a loopback address, and until drivers can be paired a worker listens on loopback only: "
-        "leave --listen out and reach it through an SSH tunnel "
-        f"(on the driver: ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} THIS-MACHINE).",
-        code=2,
-    )
+        own = _own_addresses()
+        raise CommandError(f"{text} is not an IP address; --listen takes one of this machine's: {own}.", 2) from None
+    except OSError:
+        raise CommandError(f"{text} is not an address of this machine; it has {_own_addresses()}.", 2) from None
+    return text
+
+
+def _every_address() -> list[str]:
+    found = [address for _, address in local_addresses()]
+    if not found:
+        raise CommandError("The addresses of this machine are not known; name one with --listen ADDRESS.", 2)
+    return [*found, "127.0.0.1"]
+
+
+def _own_addresses() -> str:
+    return ", ".join(f"{address} ({name})" for name, address in local_addresses()) or "ADDRESS"
 
 
 def _comfyui(explicit: Path | None) -> ComfyUI:

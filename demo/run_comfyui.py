@@ -58,7 +58,8 @@ def run_comfyui(
     server_folder, configuration, worker_folder = (folder / name for name in ("server", "configuration", "worker"))
     for needed in (configuration, worker_folder):
         needed.mkdir()
-    scratch = {"TMPDIR": str(folder)}  # torch leaves folders in there
+    # torch leaves folders in the first; server and worker are of the same user as long as they share the second.
+    scratch = {"TMPDIR": str(folder), "MONARCH_CONFIG_DIR": str(configuration)}
 
     with ExitStack() as stack:
         say(f"starting ComfyUI {version}" + (" and a worker" if split != "off" else "") + " (CPU, one thread each)")
@@ -84,7 +85,7 @@ def run_comfyui(
                 pack=PACK,
                 python=str(python),
                 frontend=False,
-                environment={**scratch, "MONARCH_CONFIG_DIR": str(configuration)},
+                environment=scratch,
             )
         )
         if worker is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..distributed.cluster import Cluster, parse_address
+from ..distributed.addresses import parse_address
+from ..distributed.cluster import Cluster
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
@@ -63,12 +65,13 @@ def run_reference(
             latent, seconds = render(count, session)
         return latent, connecting + seconds, report
 
+    os.environ["MONARCH_CONFIG_DIR"] = str(folder / "configuration")  # keys for these two processes alone
     with ExitStack() as stack:
         versions, cluster = own_versions(None), Cluster("demo")
         if split != "off":
             say("starting a worker process (CPU, one thread)")
             worker = stack.enter_context(WorkerProcess(cache=folder / "cache", name="the second process"))
-            cluster = Cluster("demo", (parse_address("the worker", worker.address),))
+            cluster = Cluster("demo", (parse_address(worker.address),))
             say("warming up with a short render, which also sends the model to the worker")
             render_split(WARM_UP_STEPS)  # its first step is computed here alone, too
         else:

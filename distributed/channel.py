@@ -1,6 +1,7 @@
 """TensorChannel: ordered messages between a driver and a worker over one control lane and several data lanes.
 
-A lane is one ZeroMQ socket on the driver's side; the worker has one ROUTER behind one port. Heartbeats are ZeroMQ's own
+A lane is one ZeroMQ socket on the driver's side; the worker has one ROUTER behind one port. All are encrypted and know
+who is at the other end (CURVE) before a message is read; admission says who may come in. Heartbeats are ZeroMQ's own
 PING and PONG: libzmq's I/O thread answers them, so a side that computes or holds the GIL is never taken for dead.
 """
 
@@ -12,13 +13,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from . import limits
+from .addresses import Address
+from .auth import DOMAIN, PAIRING, ChannelKeys, KeyPair
 from .codec import Encoded, PartialMessage, ProtocolError, chunk_prefix, encode, parse_chunk_prefix
 from .messages import FROM_DRIVER, FROM_WORKER, Kind, Message
 
@@ -27,6 +30,10 @@ _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | 
 _GONE |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # On a data lane, the first frame that tells the worker which lanes a session has.
 _LANE_READY = b"lane"
+
+
+# Of a client whose key a worker does not let in.
+UNKNOWN_KEY = "does not know this machine's key"
 
 
 class ChannelLost(ConnectionError):
@@ -38,16 +45,32 @@ def configure(sock: zmq.Socket[bytes]) -> None:
     sock.set(zmq.LINGER, 0)
     sock.set(zmq.SNDHWM, limits.LANE_QUEUE_MESSAGES)
     # No limit: libzmq stops reading heartbeats too when this queue is full, and would take a busy side for a dead one.
-    # What can wait here is bounded by what the protocol lets the other side send ahead.
+    # What an honest side sends ahead is bounded by the protocol.
     sock.set(zmq.RCVHWM, 0)
     sock.set(zmq.HEARTBEAT_IVL, int(limits.HEARTBEAT_INTERVAL * 1000))
     sock.set(zmq.HEARTBEAT_TIMEOUT, int(limits.HEARTBEAT_TIMEOUT * 1000))
-    sock.set(zmq.HANDSHAKE_IVL, int(limits.CONNECT_TIMEOUT * 1000))
+    sock.set(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_TIMEOUT * 1000))
     sock.set(zmq.IPV6, 1)
     sock.set(zmq.SNDBUF, limits.SOCKET_BUFFER_BYTES)
     sock.set(zmq.RCVBUF, limits.SOCKET_BUFFER_BYTES)
     # No single frame is larger than a header or a chunk; libzmq refuses others before it allocates.
     sock.set(zmq.MAXMSGSIZE, limits.MAX_HEADER_BYTES + 1024)
+
+
+def show_key(sock: zmq.Socket[bytes], keys: ChannelKeys) -> None:
+    """Have a socket that connects prove its own key, and the other side the key of the server."""
+    sock.set(zmq.CURVE_PUBLICKEY, keys.own.public)
+    sock.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+    sock.set(zmq.CURVE_SERVERKEY, keys.server)
+
+
+def require_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
+    """Have a socket that binds prove its own key, and let in whom the context's Doorkeeper knows."""
+    sock.set(zmq.CURVE_SERVER, 1)
+    sock.set(zmq.CURVE_SECRETKEY, own.secret)
+    sock.set(zmq.ZAP_DOMAIN, DOMAIN)
+    # Without a Doorkeeper nobody is let in, rather than everybody.
+    sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 class Assembler:
@@ -81,7 +104,7 @@ class Assembler:
         if partial.number <= self._last_number:
             raise ProtocolError("messages came out of order")
         self._last_number = partial.number
-        self._pending_bytes += partial.nbytes + limits.KEEPING_BYTES
+        self._pending_bytes += partial.cost
         if self._pending_bytes > limits.MAX_PENDING_BYTES:
             raise ProtocolError("too many messages are not complete")
         for index, offset, payload in self._early.pop(partial.number, []):
@@ -109,7 +132,7 @@ class Assembler:
         """Messages that are complete, in order."""
         while self._pending and self._pending[0].complete:
             partial = self._pending.popleft()
-            self._pending_bytes -= partial.nbytes + limits.KEEPING_BYTES
+            self._pending_bytes -= partial.cost
             self.received_bytes += partial.nbytes
             yield partial.message()
 
@@ -131,10 +154,23 @@ def _is_readable(sock: zmq.Socket[bytes]) -> bool:
 class DriverChannel:
     """The driver's end. Used by one thread at a time; closing it releases every socket and I/O thread."""
 
-    def __init__(self, host: str, port: int, lanes: int = limits.DATA_LANES) -> None:
-        """Connect to a worker. Raises ChannelLost with the cause if nothing accepts a connection there."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        lanes: int = limits.DATA_LANES,
+        *,
+        keys: ChannelKeys | None,
+        more: Sequence[Address] = (),
+    ) -> None:
+        """Connect to a worker. Raises ChannelLost with the cause if nothing accepts a connection there.
+
+        keys: None leaves the channel in the clear, for measurements. more: other addresses of the same worker; lanes
+        are spread over all that answer.
+        """
         self.address = f"{host}:{port}"
-        reached = reach(host, port, self.address)
+        self._keys = keys
+        endpoints = _reachable([Address(host, port), *more])
         self.lanes = lanes
         self.lost: str | None = None
         self.sent_bytes = 0
@@ -147,25 +183,30 @@ class DriverChannel:
         session = b"M" + os.urandom(_SESSION_BYTES - 1)
         try:
             for lane in range(lanes + 1):
-                self._add_lane(endpoint(reached, port), session + bytes([lane]), is_data=lane > 0)
+                way, trip = endpoints[max(0, lane - 1) % len(endpoints)]
+                self._add_lane(way, trip, session + bytes([lane]), is_data=lane > 0)
         except BaseException:
             self.close()
             raise
 
-    def _add_lane(self, endpoint: str, identity: bytes, *, is_data: bool) -> None:
+    def _add_lane(self, endpoint: str, trip: float, identity: bytes, *, is_data: bool) -> None:
         sock = self._context.socket(zmq.DEALER)
         self._sockets.append(sock)
         configure(sock)
+        if self._keys is not None:
+            show_key(sock, self._keys)
         sock.set(zmq.IDENTITY, identity)
         # A lane that breaks ends the channel: chunks may have gone with it, so libzmq must not mend it quietly.
         sock.set(zmq.RECONNECT_IVL, -1)
         sock.set(zmq.CONNECT_TIMEOUT, int(limits.CONNECT_TIMEOUT * 1000))
+        sock.set(zmq.HANDSHAKE_IVL, int((limits.CONNECT_TIMEOUT + limits.HANDSHAKE_TRIPS * trip) * 1000))
         monitor = sock.get_monitor_socket(_GONE)
         self._monitors.append(monitor)
         self._poller.register(sock, zmq.POLLIN)
         sock.connect(endpoint)
         if is_data:
-            sock.send(_LANE_READY)
+            # Without waiting: a lane that has failed by now takes nothing, ever.
+            self._send(sock, [_LANE_READY], None, copy=True)
 
     @property
     def received_bytes(self) -> int:
@@ -266,10 +307,16 @@ class DriverChannel:
         for monitor in self._monitors:
             while _is_readable(monitor):
                 event = recv_monitor_message(monitor)["event"]
-                if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self.lost = self.lost or (
-                        f"what answers at {self.address} is not a Monarch worker; "
-                        "if it is the end of a tunnel, start the worker at the other end"
+                        f"the worker at {self.address} {UNKNOWN_KEY}; pair them: "
+                        "`monarch pair --new-code` there, then `monarch pair CODE` here"
+                    )
+                # libzmq does not always tell a failed handshake from a connection that ended.
+                if not self._assembler.heard:
+                    self.lost = self.lost or (
+                        f"what answers at {self.address} is not a Monarch worker paired with this machine; "
+                        "start it there (at a tunnel's other end) again, or pair it anew"
                     )
                 self.lost = self.lost or f"the connection to the worker at {self.address} was lost"
 
@@ -285,6 +332,25 @@ class DriverChannel:
             sock.close(linger=linger)
         self._sockets, self._monitors = [], []
         self._context.term()
+
+
+def _reachable(addresses: Sequence[Address]) -> list[tuple[str, float]]:
+    """(endpoint, seconds that a connection took) of those addresses that accept any.
+
+    Raises ChannelLost of the first if none does.
+    """
+    endpoints: list[tuple[str, float]] = []
+    problems: list[ChannelLost] = []
+    for address in addresses:
+        try:
+            began = time.monotonic()
+            host = reach(address.host, address.port, str(address))
+            endpoints.append((endpoint(host, address.port), time.monotonic() - began))
+        except ChannelLost as problem:
+            problems.append(problem)
+    if not endpoints:
+        raise problems[0]
+    return endpoints
 
 
 def endpoint(host: str, port: int) -> str:
@@ -309,6 +375,14 @@ def reach(host: str, port: int, address: str) -> str:
         raise ChannelLost(f"{address} cannot be reached ({error.strerror or error})") from None
 
 
+def bind(sock: zmq.Socket[bytes], hosts: Sequence[str], port: int) -> int:
+    """Bind a socket to the same port of all hosts; 0 takes a free one. Returns it. Raises zmq.ZMQError."""
+    for host in hosts:
+        sock.bind(endpoint(host, port))
+        port = int(sock.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+    return port
+
+
 class WorkerChannel:
     """The worker's end: one ROUTER that serves any number of connections behind one address.
 
@@ -316,19 +390,25 @@ class WorkerChannel:
     may send, so that a result does not wait until another thread has woken up.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
-        """Bind. Port 0 takes any free one. Raises zmq.ZMQError if the address cannot be bound."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], hosts: Sequence[str], port: int, *, own: KeyPair | None
+    ) -> None:
+        """Bind all `hosts`. Port 0 takes any free one. Raises zmq.ZMQError if an address cannot be bound.
+
+        own: this machine's pair; the context needs a Doorkeeper. None leaves all in the clear, for measurements.
+        """
         self._sock = context.socket(zmq.ROUTER)
         configure(self._sock)
         self._sock.set(zmq.ROUTER_MANDATORY, 1)
         self._sock.set(zmq.SNDTIMEO, int(limits.HELLO_TIMEOUT * 1000))
+        if own is not None:
+            require_key(self._sock, own)
+        self._is_open = own is None
         try:
-            self._sock.bind(endpoint(host, port))
+            self.port = bind(self._sock, hosts, port)
         except zmq.ZMQError:
             self._sock.close(linger=0)
             raise
-        bound = self._sock.get_string(zmq.LAST_ENDPOINT)
-        self.port = int(bound.rsplit(":", 1)[1])
         # Whoever uses the socket or the sessions holds this. Waiting uses neither, only the socket's descriptor.
         self._lock = threading.RLock()
         self._wakes, self._woken = socket.socketpair()
@@ -365,7 +445,8 @@ class WorkerChannel:
                 if not _is_readable(self._sock):
                     break
                 identity, *frames = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
-                session = self._accept(bytes(identity.buffer), _buffers(frames))
+                user = "" if self._is_open else str(identity.get("User-Id"))
+                session = self._accept(bytes(identity.buffer), _buffers(frames), user)
                 if session is not None:
                     touched[session] = None
             else:
@@ -380,7 +461,7 @@ class WorkerChannel:
                     self.drop(session, str(error))
         return messages
 
-    def _accept(self, identity: bytes, frames: list[memoryview]) -> bytes | None:
+    def _accept(self, identity: bytes, frames: list[memoryview], user: str) -> bytes | None:
         if len(identity) != _SESSION_BYTES + 1 or not identity.startswith(b"M") or not frames:
             return None
         session, lane = identity[:_SESSION_BYTES], identity[_SESSION_BYTES]
@@ -388,8 +469,10 @@ class WorkerChannel:
             return None
         state = self._sessions.get(session)
         if state is None:
-            state = self._sessions[session] = _Session()
+            state = self._sessions[session] = _Session(user)
             self._forget_strangers()
+        if state.user != user:
+            return None  # somebody else uses the session's name
         state.lanes.add(lane)
         try:
             if lane == 0:
@@ -410,6 +493,12 @@ class WorkerChannel:
         """Let a session send more than its HELLO."""
         with self._lock:
             self._sessions[session].admit()
+
+    def user(self, session: bytes) -> str:
+        """Who a session belongs to (see auth.OWN); empty without keys."""
+        with self._lock:
+            state = self._sessions.get(session)
+            return state.user if state else ""
 
     def lane_count(self, session: bytes) -> int:
         """Data lanes of `session` heard from so far."""
@@ -465,9 +554,11 @@ class WorkerChannel:
 
 
 class _Session:
-    def __init__(self) -> None:
+    def __init__(self, user: str) -> None:
+        self.user = user
         # Until the worker admits it, a session may say who it is and nothing else, and have nothing allocated for it.
-        self.assembler = Assembler(frozenset({Kind.HELLO}), max_bytes=0)
+        greeting = Kind.PAIR if user.startswith(PAIRING) else Kind.HELLO
+        self.assembler = Assembler(frozenset({greeting}), max_bytes=0)
         self.admitted = False
         self.lanes: set[int] = set()
         self.number = 0

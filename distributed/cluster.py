@@ -1,20 +1,19 @@
 """Configuration: which workers there are, and what is allowed. One TOML file in the user's configuration folder.
 
-A missing file means that there is no worker; a broken one is an error that names the file and the line.
+Without a file, or where it lists no workers, those that this machine is paired with are used. A broken file is an error
+that names it and the line.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import os
-import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import limits
+from .addresses import Address, AddressError, parse_address
+from .auth import AuthError, Pairings
+from .folders import configuration_folder
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,31 +28,14 @@ class ConfigurationError(ValueError):
     """The configuration cannot be used; the message names the file, the cause and the next step."""
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a worker listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether what goes there never leaves this machine."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-
 # lanes: ZeroMQ. nccl and gloo: torch.distributed, between GPUs and between CPUs. auto: the fastest that is possible.
 LANES = "lanes"
 ENGINES = (LANES, "nccl", "gloo")
 EXCHANGES = ("auto", *ENGINES)
 # off: the order of the stock forward, bit for bit. auto: off as long as the link is fast enough for that not to matter.
 OVERLAPS = ("auto", "on", "off")
+# fp8: the others' values in 8 bits and their keys in 16, which makes the output an approximation.
+COMPRESSIONS = ("off", "fp8")
 
 
 @dataclass(frozen=True)
@@ -71,6 +53,8 @@ class Cluster:
     exchange: str = "auto"
     # Whether attention begins before the others' tokens are here: one of OVERLAPS.
     overlap: str = "auto"
+    # Whether tokens are exchanged in fewer bytes than they have: one of COMPRESSIONS.
+    compress: str = "off"
 
 
 @dataclass(frozen=True)
@@ -84,27 +68,15 @@ class Configuration:
 
     def cluster(self) -> Cluster:
         """The cluster to use. Raises ConfigurationError if the file names one that it does not hold."""
-        if self.default in self.clusters or not self.clusters:
-            return self.clusters.get(self.default, Cluster(self.default))
+        if self.default in self.clusters:
+            return self.clusters[self.default]
+        if not self.clusters:
+            return Cluster(self.default, _paired_workers(self.path))
         known = ", ".join(self.clusters)
         raise ConfigurationError(
             f"{self.path} has no cluster {self.default!r} (it has: {known}); name one of them in a line such as "
             f'default = "{next(iter(self.clusters))}".'
         )
-
-
-def configuration_folder() -> Path:
-    """The user's configuration folder for Monarch (MONARCH_CONFIG_DIR overrides it)."""
-    override = os.environ.get("MONARCH_CONFIG_DIR")
-    if override:
-        return Path(override)
-    if sys.platform == "win32":
-        base = os.environ.get("APPDATA") or str(Path.home() / "AppData" / "Roaming")
-    elif sys.platform == "darwin":
-        base = str(Path.home() / "Library" / "Application Support")
-    else:
-        base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "monarch"
 
 
 def configuration_file() -> Path:
@@ -136,43 +108,36 @@ def load_configuration(path: Path | None = None) -> Configuration:
 
 
 def _cluster(file: Path, name: str, table: Any) -> Cluster:
-    known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange", "overlap"}
-    if not isinstance(table, dict) or not isinstance(table.get("workers"), list):
+    known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange", "overlap", "compress"}
+    if not isinstance(table, dict) or not isinstance(table.get("workers", []), list):
         raise ConfigurationError(f'{file}: cluster {name!r} needs a list, such as workers = ["127.0.0.1:7690"].')
     unknown = sorted(set(table) - known)
     if unknown:
-        raise ConfigurationError(f"{file}: cluster {name!r} has unknown settings: {', '.join(unknown)}.")
+        raise ConfigurationError(
+            f"{file}: cluster {name!r} has unknown settings: {', '.join(unknown)} "
+            f"(it may have: {', '.join(sorted(known))})."
+        )
     flags = {key: table.get(key, False) for key in ("allow_version_mismatch", "trusted_link")}
     for key, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{file}: {key} of cluster {name!r} is true or false.")
-    choices = {"exchange": EXCHANGES, "overlap": OVERLAPS, "prefer": ("exact", "speed")}
+    choices = {"exchange": EXCHANGES, "overlap": OVERLAPS, "compress": COMPRESSIONS, "prefer": ("exact", "speed")}
     chosen = {key: table.get(key, values[0]) for key, values in choices.items()}
     for key, value in chosen.items():
         if value not in choices[key]:
             listed = ", ".join(f'"{choice}"' for choice in choices[key])
             raise ConfigurationError(f"{file}: {key} of cluster {name!r} is one of {listed}.")
-    workers = tuple(parse_address(file, item) for item in table["workers"])
+    if "workers" not in table:
+        return Cluster(name, _paired_workers(file), **chosen, **flags)
+    try:
+        workers = tuple(parse_address(item) for item in table["workers"])
+    except AddressError as error:
+        raise ConfigurationError(f"{file}: {error}") from None
     return Cluster(name, workers, **chosen, **flags)
 
 
-def parse_address(file: Path | str, text: Any) -> Address:
-    """`host`, `host:port`, `[v6]:port` or `[v6]`. Raises ConfigurationError that names `file`."""
-    if isinstance(text, str) and text.strip():
-        host, port = text.strip(), str(limits.DEFAULT_PORT)
-        if host.startswith("["):
-            host, _, rest = host[1:].partition("]")
-            port = rest.removeprefix(":") or port
-        elif host.count(":") == 1:
-            host, _, port = host.partition(":")
-        if _is_host(host) and port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536:
-            return Address(host, int(port))
-    raise ConfigurationError(f"{file}: {text!r} is not an address; write it as host:port, such as 127.0.0.1:7690.")
-
-
-def _is_host(text: str) -> bool:
-    if ":" not in text:
-        return re.fullmatch(r"[\w.-]+", text) is not None
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.IPv6Address(text))
-    return False
+def _paired_workers(file: Path) -> tuple[Address, ...]:
+    try:
+        return tuple(worker.addresses[0] for worker in Pairings.load().workers if worker.addresses)
+    except AuthError as error:
+        raise ConfigurationError(f"{file} lists no workers, and {error}") from None

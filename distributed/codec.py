@@ -22,8 +22,8 @@ from .messages import Kind, Message
 MAGIC = b"MNRC"
 # magic, protocol version, kind, reserved, header bytes, message number
 _PREFIX = struct.Struct("<4sBBHIQ")
-# magic, protocol version, reserved, tensor index, message number, byte offset
-_CHUNK = struct.Struct("<4sBxHIQQ")
+# magic, protocol version, reserved, reserved, tensor index, message number, byte offset
+_CHUNK = struct.Struct("<4sBBHIQQ")
 
 
 class ProtocolError(ValueError):
@@ -247,15 +247,15 @@ def encode(message: Message, *, snapshot: bool = False) -> Encoded:
 
 def chunk_prefix(number: int, index: int, offset: int) -> bytes:
     """First frame of a chunk: bytes from `offset` of tensor `index` of message `number`."""
-    return _CHUNK.pack(MAGIC, limits.PROTOCOL_VERSION, 0, index, number, offset)
+    return _CHUNK.pack(MAGIC, limits.PROTOCOL_VERSION, 0, 0, index, number, offset)
 
 
 def parse_chunk_prefix(frame: memoryview) -> tuple[int, int, int]:
     """(message number, tensor index, byte offset) of a chunk. Raises ProtocolError."""
     if frame.nbytes != _CHUNK.size:
         raise ProtocolError("a chunk has a malformed prefix")
-    magic, version, _, index, number, offset = _CHUNK.unpack(frame)
-    if magic != MAGIC or version != limits.PROTOCOL_VERSION:
+    magic, version, *reserved, index, number, offset = _CHUNK.unpack(frame)
+    if magic != MAGIC or version != limits.PROTOCOL_VERSION or any(reserved):
         raise ProtocolError("a chunk is not of this protocol")
     return number, index, offset
 
@@ -289,6 +289,8 @@ class PartialMessage:
                 self._missing[index] = (view, set())
                 self._missing_bytes += spec.nbytes
         self.nbytes = frames[0].nbytes + sum(spec.nbytes for spec in specs)
+        # In memory, at worst, until it is complete.
+        self.cost = limits.KEEPING_BYTES + self.nbytes + frames[0].nbytes * limits.PARSED_PER_HEADER_BYTE
 
     def add_chunk(self, index: int, offset: int, payload: memoryview) -> None:
         """Place one chunk. Raises ProtocolError when it lies outside its tensor or comes twice."""
@@ -312,19 +314,19 @@ class PartialMessage:
         body = _unpack(self._body, self._tensors)
         if not isinstance(body, dict):
             raise ProtocolError("a message has no body")
-        return Message(self.kind, self.number, body)
+        return Message(self.kind, self.number, body, self.nbytes)
 
 
 def _read_prefix(frame: memoryview, allowed: frozenset[Kind]) -> tuple[Kind, int]:
     """(kind, number) of a message. Raises ProtocolError."""
     if not _PREFIX.size <= frame.nbytes <= _PREFIX.size + limits.MAX_HEADER_BYTES:
         raise ProtocolError("a message header has an impossible size")
-    magic, version, kind, _, length, number = _PREFIX.unpack_from(frame)
+    magic, version, kind, reserved, length, number = _PREFIX.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError("a message is not of this protocol")
     if version != limits.PROTOCOL_VERSION:
         raise ProtocolError(f"a message is of protocol {version}, this side speaks {limits.PROTOCOL_VERSION}")
-    if length != frame.nbytes - _PREFIX.size:
+    if length != frame.nbytes - _PREFIX.size or reserved:
         raise ProtocolError("a message header has a wrong length")
     if kind not in allowed:
         raise ProtocolError(f"a message of kind {kind} is not allowed here")
@@ -338,12 +340,12 @@ def _read_header(header: bytes) -> tuple[Any, tuple[TensorSpec, ...]]:
         content, end = _decode_json(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a message header is not JSON") from error
-    if not isinstance(content, dict) or end != len(text):
-        raise ProtocolError("a message header is not an object")
-    specs = content.get("t")
+    if not isinstance(content, dict) or end != len(text) or content.keys() != {"b", "t"}:
+        raise ProtocolError("a message header is not an object of a body and its tensors")
+    specs = content["t"]
     if not isinstance(specs, list) or len(specs) > limits.MAX_TENSORS:
         raise ProtocolError("a message lists too many tensors")
-    return content.get("b"), tuple(_check_spec(spec) for spec in specs)
+    return content["b"], tuple(_check_spec(spec) for spec in specs)
 
 
 _read_repeated_header = functools.lru_cache(maxsize=16)(_read_header)

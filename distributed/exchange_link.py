@@ -1,6 +1,8 @@
 """Joins the ranks of a token split over ZeroMQ: who listens, who connects, and how a rank proves which one it is.
 
 Every worker listens behind one port; each rank connects to the ranks above it, so that nobody connects to the driver.
+All ranks of an exchange have one key pair, which the driver made for it and told each over its own channel: only who
+has it can connect (CURVE) and read what is said. Over a link that the user trusts, an exchange goes without.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from . import limits
-from .channel import configure, endpoint
+from .auth import ChannelKeys, KeyPair
+from .channel import bind, configure, endpoint, show_key
 from .exchange import ExchangeFailed
 from .exchange_lanes import Lane, LaneExchange
 
@@ -27,21 +30,25 @@ SECRET_BYTES = 32
 class ExchangeListener:
     """A worker's port for exchanges. Used by one thread at a time; lives as long as the worker."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listen on `port`, or on any free one if it is taken. Raises zmq.ZMQError if `host` cannot be bound."""
+    def __init__(self, hosts: Sequence[str], port: int, keys: KeyPair | None) -> None:
+        """Listen on `port`, or on any free one if it is taken. Raises zmq.ZMQError if a host cannot be bound."""
+        self.keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
         self._sock = self._context.socket(zmq.ROUTER)
         configure(self._sock)
         self._sock.set(zmq.SNDHWM, 0)
+        if keys is not None:
+            # Nobody can begin to talk to a server whose public key they lack, and nobody else is told this one.
+            self._sock.set(zmq.CURVE_SERVER, 1)
+            self._sock.set(zmq.CURVE_SECRETKEY, keys.secret)
         try:
             try:
-                self._sock.bind(endpoint(host, port))
+                self.port = bind(self._sock, hosts, port)
             except zmq.ZMQError:
-                self._sock.bind(endpoint(host, 0))
+                self.port = bind(self._sock, hosts, 0)
         except zmq.ZMQError:
             self.close()
             raise
-        self.port = int(self._sock.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def close(self) -> None:
         self._sock.close(linger=0)
@@ -52,7 +59,7 @@ class ExchangeListener:
     ) -> LaneExchange:
         """Become `rank` among ranks at `addresses`, None for the driver. Raises ExchangeFailed if one does not come."""
         lower = {_identity(secret, peer, lane): peer for peer in range(rank) for lane in range(limits.EXCHANGE_LANES)}
-        context, lanes = _connect(rank, addresses, secret)
+        context, lanes = _connect(rank, addresses, secret, self.keys)
         try:
             for identity, peer in lower.items():
                 lanes.setdefault(peer, []).append(Lane(self._sock, (identity,)))
@@ -82,14 +89,17 @@ class ExchangeListener:
         return arrived
 
 
-def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes) -> LaneExchange:
-    """Connect rank 0 to the workers at `addresses`, whose first entry is None. Connecting goes on in the background."""
-    context, lanes = _connect(0, addresses, secret)
+def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: KeyPair | None) -> LaneExchange:
+    """Connect rank 0 to the workers at `addresses`, whose first entry is None. Connecting goes on in the background.
+
+    keys: those that the workers' listeners were opened with.
+    """
+    context, lanes = _connect(0, addresses, secret, keys)
     return LaneExchange(0, lanes, {}, lambda: _close(context, lanes, None))
 
 
 def _connect(
-    rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes
+    rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: KeyPair | None
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], dict[int, list[Lane]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
     lanes: dict[int, list[Lane]] = {}
@@ -102,6 +112,8 @@ def _connect(
             configure(sock)
             # What waits to be sent is the caller's own memory; a limit would only let two ranks wait for each other.
             sock.set(zmq.SNDHWM, 0)
+            if keys is not None:
+                show_key(sock, ChannelKeys(keys, keys.public))
             sock.set(zmq.IDENTITY, _identity(secret, rank, lane))
             # Each lane has an I/O thread of its own.
             sock.set(zmq.AFFINITY, 1 << lane)

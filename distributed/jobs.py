@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import limits
+from .codec import ProtocolError
 from .messages import Kind
 from .runtime import Runtime
 
@@ -21,6 +23,8 @@ class Stopped(Exception):
 
 def say(text: str, *, error: bool = False) -> None:
     """Print for whoever looks at the worker; nobody may be left to read it."""
+    # Names come from other machines: none of them may move the cursor or change colours.
+    text = "".join(character for character in text if character.isprintable() or character in "\n\t")
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
@@ -30,10 +34,13 @@ def say(text: str, *, error: bool = False) -> None:
 @dataclass(frozen=True)
 class Job:
     session: bytes
+    # Of the message that asked for it; 0: the worker itself did.
     number: int
     # None: nothing is answered.
     answer: Kind | None
     work: Callable[[], dict[str, Any]]
+    # Of the message that asked for it, which stay in memory until the job is done.
+    nbytes: int = 0
 
 
 class Jobs:
@@ -47,10 +54,19 @@ class Jobs:
         self._lock = threading.Lock()
         self._running: bytes | None = None
         self._cancelled: set[bytes] = set()
+        # Of the jobs that are not done yet.
+        self._count = self._nbytes = 0
         self._thread = threading.Thread(target=self._run, name="monarch-compute", daemon=True)
         self._thread.start()
 
     def add(self, job: Job) -> None:
+        """Have a job done after all others. Raises ProtocolError if too much that drivers asked for waits already."""
+        with self._lock:
+            full = self._count >= limits.MAX_WAITING_JOBS or self._nbytes + job.nbytes > limits.MAX_WAITING_BYTES
+            if full and job.number:
+                raise ProtocolError("more was asked for than can wait here")
+            self._count += 1
+            self._nbytes += job.nbytes
         self._queue.put(job)
 
     def cancel(self, session: bytes) -> None:
@@ -75,22 +91,29 @@ class Jobs:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            with self._lock:
-                if isinstance(job, bytes):
+            if isinstance(job, bytes):
+                with self._lock:
                     self._cancelled.discard(job)
-                    continue
-                if job.session in self._cancelled:
-                    continue
-                self._running = job.session
-            kind, body = self._outcome(job)
+                continue
+            self._do(job)
             with self._lock:
-                self._running = None
-                self._runtime.interrupt(False)
-                cancelled = job.session in self._cancelled
-            if not cancelled and kind is not None:
-                self._answer(job.session, kind, {"for": job.number, **body})
-            # A result may hold the last reference to large tensors.
-            del body
+                self._count -= 1
+                self._nbytes -= job.nbytes
+            # What it was asked with may be large, and the next one may be long in coming.
+            del job
+
+    def _do(self, job: Job) -> None:
+        with self._lock:
+            if job.session in self._cancelled:
+                return
+            self._running = job.session
+        kind, body = self._outcome(job)
+        with self._lock:
+            self._running = None
+            self._runtime.interrupt(False)
+            cancelled = job.session in self._cancelled
+        if not cancelled and kind is not None:
+            self._answer(job.session, kind, {"for": job.number, **body})
 
     def _outcome(self, job: Job) -> tuple[Kind | None, dict[str, Any]]:
         try:

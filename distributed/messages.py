@@ -2,6 +2,8 @@
 
 A driver opens one channel per run and worker. The exchange, driver on the left:
 
+    PAIR            ->              name and key of a driver that has a pairing code, and nothing else
+                    <-  PAIRED      name of the worker
     HELLO           ->              versions, names, number of lanes
                     <-  WELCOME     what the worker is, or REFUSED: why it will not serve
     PREPARE         ->              recipe of the MODEL
@@ -18,8 +20,15 @@ A driver opens one channel per run and worker. The exchange, driver on the left:
     ABANDON         ->              give up joins and forwards by tokens up to a number; the run goes on
     CANCEL          ->              stop what runs; nothing is answered
     END             ->              the run is over
+    FREE            ->              let go of models of these files; nothing is answered
 
 Answers carry the number of the message that they answer. PROBE only tells whether the driver is still connected.
+To measure the link, after WELCOME:
+
+    ECHO            ->              any tensor, and how many bytes to answer with
+                    <-  ECHO        so many bytes
+    SINK            ->              for the rate of plain TCP: a secret
+                    <-  SINK        the port that takes TCP connections which begin with it, for a few seconds
 """
 
 from __future__ import annotations
@@ -35,6 +44,8 @@ class Kind(IntEnum):
     HELLO = 1
     WELCOME = 2
     REFUSED = 3
+    PAIR = 4
+    PAIRED = 5
     PREPARE = 10
     NEED = 11
     TENSORS = 12
@@ -52,7 +63,10 @@ class Kind(IntEnum):
     ABANDON = 27
     CANCEL = 30
     END = 31
+    FREE = 32
     PROBE = 40
+    ECHO = 41
+    SINK = 42
 
 
 FROM_DRIVER = frozenset(
@@ -69,18 +83,22 @@ FROM_DRIVER = frozenset(
         Kind.ABANDON,
         Kind.CANCEL,
         Kind.END,
+        Kind.FREE,
+        Kind.ECHO,
+        Kind.SINK,
     }
 )
 FROM_WORKER = frozenset(
     {Kind.WELCOME, Kind.REFUSED, Kind.NEED, Kind.FILE_ACK, Kind.READY, Kind.RESULT, Kind.FAILED, Kind.PROBE}
-    | {Kind.EXCHANGE}
+    | {Kind.EXCHANGE, Kind.PAIRED, Kind.ECHO, Kind.SINK}
 )
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its kind, its number in the channel, and a body of plain data and tensors."""
+    """One message: its kind, its number in the channel, a body of plain data and tensors, and its size as it came."""
 
     kind: Kind
     number: int
     body: dict[str, Any] = field(default_factory=dict)
+    nbytes: int = field(default=0, compare=False)

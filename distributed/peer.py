@@ -7,27 +7,39 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import limits
+from .addresses import Address
+from .auth import AuthError, KeyPair, KnownWorker, known_worker
 from .channel import ChannelLost, DriverChannel
-from .cluster import Address
 from .codec import Kept, NotPlainData
-from .files import content_hash, read_chunks
+from .exchange import ExchangeFailed
+from .file_content import ContentHash, read_chunks
 from .messages import Kind, Message
 from .recipe import Recipe
 from .rows import Call
 from .versions import Versions, mismatch
 
 _LOADED_POLL_SECONDS = 0.002
+_MAX_PORT = 65_535
+_MIN_SECONDS, _MAX_SECONDS = 1e-7, 1e6
 
 
 class PeerFailed(Exception):
-    """This worker takes no part in the run any more; the message says why and what to do."""
+    """This worker does not take part in the run now; the message says why and what to do.
+
+    final: nothing will be different later in the run. worker_id: of the worker that refused, if it said so.
+    """
+
+    def __init__(self, why: str, *, final: bool = False, worker_id: str = "") -> None:
+        super().__init__(why)
+        self.final = final
+        self.worker_id = worker_id
 
 
 @dataclass(frozen=True)
@@ -51,20 +63,43 @@ class ExchangeOffer:
 class Peer:
     """One worker in one run. Every wait calls `check`, which raises to stop the run (an interrupt)."""
 
-    def __init__(self, address: Address, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        check: Callable[[], None],
+        worker_at: Callable[[Address], KnownWorker] = known_worker,
+    ) -> None:
+        """worker_at: the keys and other addresses of the worker at an address, or AuthError."""
         self.address = str(address)
         self.name = self.address
         self.worker_id = ""
         # Formats that its device cannot compute natively (see compute_path).
         self.emulated: frozenset[str] = frozenset()
+        self.addresses = (address,)
+        # Whether it is a worker of this user on this machine, as its key proves.
+        self.is_own = False
+        # What the worker said of itself when it was greeted: its software, its device, and free bytes of what.
+        self.versions: Versions | None = None
+        self.device: dict[str, str] = {}
+        self.free_bytes: dict[str, int] = {}
         self.ready = False
-        self._host, self._port = address.host, address.port
+        self._address = address
+        self._worker_at = worker_at
         self._check = check
         self._channel: DriverChannel | None = None
         self._kept = _KeptTensors()
         # By the number they answer, in order: a quick worker's NEED and READY may come together.
         self._answers: dict[int, deque[Message]] = {}
         self._prepared = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection to it is gone."""
+        return self._channel is not None and self._channel.lost is not None
+
+    def watched_by(self, check: Callable[[], None]) -> None:
+        """From now on every wait calls `check`."""
+        self._check = check
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -76,8 +111,12 @@ class Peer:
     def connect(self, versions: Versions, *, allow_mismatch: bool) -> list[str]:
         """Greet the worker. Returns warnings; raises PeerFailed if it cannot serve this driver."""
         try:
-            self._channel = DriverChannel(self._host, self._port)
-        except ChannelLost as error:
+            known = self._worker_at(self._address)
+            self.addresses = (self._address, *known.others)
+            self.is_own = known.keys is None or known.keys.server == known.keys.own.public
+            host, port = self._address.host, self._address.port
+            self._channel = DriverChannel(host, port, keys=known.keys, more=known.others)
+        except (AuthError, ChannelLost) as error:
             raise PeerFailed(str(error)) from None
         accepted = time.monotonic()
         try:
@@ -92,15 +131,23 @@ class Peer:
                 "start the worker of the same pack there, or start it again if it hangs"
             ) from None
         if answer.kind is not Kind.WELCOME:
-            raise PeerFailed(f"the worker at {self.address} refused: {answer.body.get('reason')}")
+            reason = f"the worker at {self.address} refused: {answer.body.get('reason')}"
+            raise PeerFailed(reason, worker_id=str(answer.body.get("worker_id", "")))
         self.name = str(answer.body.get("name") or self.address)
         self.worker_id = str(answer.body.get("worker_id"))
-        device = answer.body.get("device")
-        self.emulated = frozenset(str(device.get("emulates", "")).split() if isinstance(device, dict) else ())
-        refusal, warnings = mismatch(versions, Versions.from_message(answer.body), self.name)
+        self.versions = Versions.from_message(answer.body)
+        self.device = {str(key): str(value)[:200] for key, value in _mapping(answer.body.get("device")).items()}
+        self.free_bytes = {key: size for key, size in _mapping(answer.body.get("free")).items() if type(size) is int}
+        self.emulated = frozenset(self.device.get("emulates", "").split())
+        refusal, warnings = mismatch(versions, self.versions, self.name)
         if refusal and not allow_mismatch:
-            raise PeerFailed(refusal)
+            raise PeerFailed(refusal, final=True)
         return [*([refusal] if refusal else []), *warnings]
+
+    def free(self, files: Collection[str]) -> None:
+        """Have the worker let go of what it built from files with these digests. Raises PeerFailed."""
+        if files:
+            self._send(Kind.FREE, {"files": sorted(files)})
 
     def prepare(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
         """Have the worker build a replica of `recipe`; sends what it lacks. Returns while the worker still loads.
@@ -116,7 +163,7 @@ class Peer:
             for batch in recipe.tensor_batches(need.body["tensors"]):
                 channel.send(Kind.TENSORS, {"for": self._prepared, "tensors": batch}, while_full=self._check)
             if need.body["file"]:
-                self._send_file(recipe, int(need.body["held"]), progress)
+                self._send_file(recipe, _number(need.body["held"], recipe.file.bytes), progress)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
         except OSError as error:
@@ -128,29 +175,29 @@ class Peer:
         """Send the file from byte `held` on, which is how much the worker has kept of an earlier attempt."""
         channel, total = self._open_channel(), recipe.file.bytes
         begun = channel.send(Kind.FILE_BEGIN, {"file": recipe.file.as_dict()})
-        digest = content_hash()
         acknowledged = sent = held
-        for offset, chunk in read_chunks(recipe.path):
-            digest.update(chunk)
-            if offset + len(chunk) <= held:
-                self._check()
-                continue
-            data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)[max(0, held - offset) :]
-            channel.send(Kind.FILE_CHUNK, {"offset": sent, "data": data}, while_full=self._check)
-            sent = offset + len(chunk)
-            while sent - acknowledged > limits.FILE_CHUNK_BYTES * limits.FILE_WINDOW_CHUNKS:
-                acknowledged = self._acknowledged(begun)
-                progress(acknowledged, total)
-        channel.send(Kind.FILE_END, {"digest": digest.hexdigest()})
+        with ContentHash() as digest:
+            for offset, chunk in read_chunks(recipe.path):
+                digest.update(chunk)
+                if offset + len(chunk) <= held:
+                    self._check()
+                    continue
+                data = torch.frombuffer(chunk, dtype=torch.uint8)[max(0, held - offset) :]
+                channel.send(Kind.FILE_CHUNK, {"offset": sent, "data": data}, while_full=self._check)
+                sent = offset + len(chunk)
+                while sent - acknowledged > limits.FILE_CHUNK_BYTES * limits.FILE_WINDOW_CHUNKS:
+                    acknowledged = self._acknowledged(begun, total)
+                    progress(acknowledged, total)
+            channel.send(Kind.FILE_END, {"digest": digest.hexdigest()})
         while acknowledged < sent:
-            acknowledged = self._acknowledged(begun)
+            acknowledged = self._acknowledged(begun, total)
             progress(acknowledged, total)
 
-    def _acknowledged(self, begun: int) -> int:
+    def _acknowledged(self, begun: int, total: int) -> int:
         answer = self._wait(begun, or_for=self._prepared)
         if answer.kind is not Kind.FILE_ACK:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        return int(answer.body["bytes"])
+        return _number(answer.body["bytes"], total)
 
     def loaded(self, until: float) -> bool:
         """Whether `wait_ready` would return (or raise) without waiting; waits for that until `until` (monotonic)."""
@@ -215,21 +262,34 @@ class Peer:
         answer = self._wait_or_fail(ticket)
         if answer.kind is not Kind.RESULT:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        output, seconds = answer.body.get("output"), answer.body.get("seconds")
+        output, seconds = answer.body.get("output"), _duration(answer.body.get("seconds"))
         parts = output if isinstance(output, list) else [output]
         if not parts or not all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
             raise PeerFailed(f"{self.name} gave an answer that makes no sense")
-        return Share(output, float(seconds) if isinstance(seconds, (int, float)) else 0.0)
+        return Share(output, seconds or 0.0)
 
     # --- token splits -------------------------------------------------------------------------------------------
 
-    def open_exchange(self, *, store: bool) -> ExchangeOffer:
-        """Where the worker can be met for a token split, with a `store` for process groups. Raises PeerFailed."""
-        body = self._finish_exchange(self._send(Kind.EXCHANGE_OPEN, {"store": store}))
+    def open_exchange(self, *, store: bool, keys: KeyPair | None) -> ExchangeOffer:
+        """Where the worker can be met for a token split, with a `store` for process groups.
+
+        keys: that its lanes are to be encrypted with, the same for all ranks; None for lanes in the clear.
+        Raises ExchangeFailed if the worker cannot be met, PeerFailed if it is gone.
+        """
+        secret = None if keys is None else keys.secret.decode()
+        answer = self._wait_or_fail(self._send(Kind.EXCHANGE_OPEN, {"store": store, "secret": secret}))
+        if answer.kind is not Kind.EXCHANGE:
+            # It can still compute rows.
+            raise ExchangeFailed(f"{self.name}: {answer.body.get('reason')}")
+        body = answer.body
         port, store_port, backends = body.get("port"), body.get("store_port"), body.get("backends")
-        if not isinstance(port, int) or not isinstance(store_port, int) or not isinstance(backends, list):
+        if not isinstance(backends, list):
             raise PeerFailed(f"{self.name} gave an answer that makes no sense")
-        return ExchangeOffer(self._host, port, store_port, tuple(map(str, backends)))
+        try:
+            ports = _number(port, _MAX_PORT), _number(store_port, _MAX_PORT)
+        except ValueError as error:
+            raise PeerFailed(f"{self.name} gave an answer that makes no sense ({error})") from None
+        return ExchangeOffer(self._address.host, *ports, tuple(map(str, backends)))
 
     def start_joining(self, body: dict[str, Any]) -> int:
         """Have the worker join the other ranks. Returns a ticket for `joined`. Raises PeerFailed."""
@@ -252,26 +312,38 @@ class Peer:
         if ticket not in self._answers:
             return None
         answer = self._take_answer(ticket)
-        seconds = answer.body.get("seconds")
-        if answer.kind is not Kind.RESULT or not isinstance(seconds, (int, float)):
-            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        return float(seconds)
+        seconds = _duration(answer.body.get("seconds"))
+        if answer.kind is not Kind.RESULT or seconds is None:
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason', 'it gave an answer that makes no sense')}")
+        return seconds
 
     def abandon(self, number: int) -> None:
         """Have the worker give up forwards by tokens up to `number`. Raises PeerFailed."""
         self._send(Kind.ABANDON, {"number": number})
 
-    def _finish_exchange(self, ticket: int) -> dict[str, Any]:
-        answer = self._wait_or_fail(ticket)
-        if answer.kind is not Kind.EXCHANGE:
-            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
-        return answer.body
-
     def _send(self, kind: Kind, body: dict[str, Any]) -> int:
         try:
-            return self._open_channel().send(kind, body)
+            return self._open_channel().send(kind, body, while_full=self._check)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
+
+    # --- measuring the link -------------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> int:
+        """Data lanes of the channel."""
+        return self._open_channel().lanes
+
+    def ask(self, kind: Kind, body: dict[str, Any]) -> int:
+        """Send a message. Returns a ticket for `answer`. Raises PeerFailed."""
+        return self._send(kind, body)
+
+    def answer(self, ticket: int, kind: Kind) -> dict[str, Any]:
+        """Wait for the answer of this kind. Raises PeerFailed if another one or none comes."""
+        answer = self._wait_or_fail(ticket)
+        if answer.kind is not kind:
+            raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
+        return answer.body
 
     def close(self, *, cancel: bool) -> None:
         """End the run on the worker; with `cancel` it also stops what it computes."""
@@ -321,8 +393,27 @@ class Peer:
     def _collect(self, timeout: float) -> None:
         for message in self._open_channel().receive(timeout):
             answered = message.body.get("for")
-            if isinstance(answered, int):
+            if type(answered) is int:
                 self._answers.setdefault(answered, deque()).append(message)
+        waiting = [answer for answers in self._answers.values() for answer in answers]
+        if len(waiting) > limits.MAX_WAITING_JOBS or sum(a.nbytes for a in waiting) > limits.MAX_WAITING_BYTES:
+            raise ChannelLost(f"the worker at {self.address} sends what nobody asked it for")
+
+
+def _number(value: Any, most: int) -> int:
+    """What another machine gave as a number from 0 to `most`. Raises ValueError for anything else."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is not a number from 0 to {most}")
+    return value
+
+
+def _duration(value: Any) -> float | None:
+    """Seconds that another machine says something took; None if it makes no sense."""
+    return max(float(value), _MIN_SECONDS) if type(value) in (int, float) and 0 <= value < _MAX_SECONDS else None
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

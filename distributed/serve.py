@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
+from .addresses import Address
+from .auth import AuthError, Pairings, own_identity
 from .files import FileCache
+from .folders import default_cache_folder
 from .jobs import say
+from .pairing import announced, issue_code
 from .runtime import Runtime
 from .worker import Worker, run_until_stopped
 
 
-def serve(runtime: Runtime, listen: str, port: int, *, cache: Path | None = None, name: str | None = None) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the address cannot be bound."""
+def serve(
+    runtime: Runtime,
+    hosts: Sequence[str],
+    port: int,
+    *,
+    cache: Path | None = None,
+    name: str | None = None,
+    pair: bool = False,
+    encrypted: bool = True,
+) -> int:
+    """Serve at the IP addresses `hosts` until SIGINT or SIGTERM. Returns the exit code: 1 if it cannot begin.
+
+    pair: print a pairing code, though there are drivers that this machine is paired with. Not `encrypted`: anybody is
+    served, in the clear; only for measurements on the loopback.
+    """
     folder = cache or default_cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,29 +46,36 @@ def serve(runtime: Runtime, listen: str, port: int, *, cache: Path | None = None
             error=True,
         )
         return 1
+    name = name or platform.node() or "worker"
     try:
-        worker = Worker(runtime, FileCache(folder), listen, port, name or platform.node() or "worker")
+        own = own_identity() if encrypted else None
+        new_here = not Pairings.load().drivers
+        worker = Worker(runtime, FileCache(folder), hosts, port, name, own=own)
+    except AuthError as error:
+        say(f"The worker cannot start: {error}.", error=True)
+        return 1
     except zmq.ZMQError as error:
         say(
-            f"Cannot listen on {listen}:{port}: {os.strerror(error.errno or 0)}. Choose another port with --port.",
+            f"Cannot listen on port {port} of {', '.join(hosts)}: {os.strerror(error.errno or 0)}. "
+            "Choose another port with --port.",
             error=True,
         )
         return 1
     device = runtime.describe()
     say(f"{worker.name}: {device['device']}, {device['memory']}")
     say(f"Files that a driver sends are kept in {folder}")
-    say(f'In the driver\'s monarch.toml: workers = ["{worker.address}"]')
-    say(f"Listening on {worker.address}")
-    run_until_stopped(worker)
+    say(f"Listening on {', '.join(map(str, worker.addresses))}")
+    try:
+        with announced(worker.addresses):
+            if pair or (encrypted and new_here):
+                _print_code(worker.addresses)
+            run_until_stopped(worker)
+    except AuthError as error:
+        say(f"The worker cannot go on: {error}.", error=True)
+        return 1
     return 0
 
 
-def default_cache_folder() -> Path:
-    """Where a worker keeps files that drivers have sent: the user's cache folder."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = str(Path.home() / "Library" / "Caches")
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "monarch" / "files"
+def _print_code(addresses: Sequence[Address]) -> None:
+    say("To pair a machine with this one, run there within ten minutes (once per code):")
+    say(f"  monarch pair {issue_code(addresses)}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import limits
+from .auth import KeyPair
 from .channel import ChannelLost, reach
 from .cluster import LANES, Cluster
 from .codec import pack_plain
@@ -68,15 +69,20 @@ class Link:
     trip: float
     rate: float
 
-    def predict(self, swapped_bytes: int, exchanges: int, alone: float, ranks: int) -> float:
-        """Seconds of a forward by tokens that takes one machine `alone`, if all are alike and nothing overlaps."""
-        return alone / ranks + exchanges * self.trip + swapped_bytes * (1 - 1 / ranks) / self.rate
+    def predict(self, computing: float, swapped_bytes: int, exchanges: int, ranks: int) -> float:
+        """Seconds of a forward by tokens of which each rank computes `computing`, if nothing overlaps.
+
+        swapped_bytes: keys, values and hidden states of all tokens, of which each rank lacks those of the others.
+        """
+        return computing + exchanges * self.trip + swapped_bytes * (1 - 1 / ranks) / self.rate
 
 
 # Parts that differ by less stay as they are.
 _STEADY = 0.01
 # Part of a rank's computing that exchanges have to take for overlapping the two to be worth it.
 _OVERLAP_FROM = 0.05
+# What an engine needs of each machine.
+_NEEDS = {"nccl": "an NVIDIA GPU and a PyTorch with NCCL", "gloo": "computing on the CPU and a PyTorch with Gloo"}
 # The fastest engine between this process and these workers, by their ids.
 _fastest: dict[tuple[str, ...], str] = {}
 
@@ -107,6 +113,9 @@ class TokenRun:
         self._exchange: Exchange | None = None
         self._split: TokenSplit | None = None
         self._joined: list[Peer] = []
+        # What its lanes are encrypted with.
+        self._keys: KeyPair | None = None
+        self.compress = cluster.compress != "off"
         self.link: Link | None = None
         # Of exchanges that are closed.
         self._traffic = (0, 0)
@@ -129,7 +138,7 @@ class TokenRun:
     def measure(self, forward: Callable[..., Any], call: Call) -> tuple[Any, Volume]:
         """The output of a forward computed here alone, and what its ranks would have to swap. Raises NotSplittable."""
         assert self._family is not None
-        return measure(self._family, self._model, forward, call.args, call.kwargs)
+        return measure(self._family, self._model, forward, call.args, call.kwargs, compress=self.compress)
 
     def overlaps(self, swapped_bytes: int, alone: float | None, ranks: int) -> bool:
         """Whether ranks attend to their own tokens while the others' are on their way: exact only up to rounding.
@@ -152,10 +161,11 @@ class TokenRun:
     def _join_best(self, device: torch.device) -> Link:
         """Join by the engine that was the fastest in an earlier run, or try all that are possible."""
         backends = self._backends(device)
+        self._keys = None if self._private else KeyPair.new()
         offers = []
         for peer in self._joined:
             with _of(peer):
-                offers.append(peer.open_exchange(store=bool(backends) and not offers))
+                offers.append(peer.open_exchange(store=bool(backends) and not offers, keys=self._keys))
         engines = self._engines(offers, backends)
         who = tuple(peer.worker_id for peer in self._joined)
         if _fastest.get(who) in engines:
@@ -175,10 +185,15 @@ class TokenRun:
         _fastest[who] = best
         return links[best] if best == engines[-1] else self._join(best, offers, device)
 
+    @property
+    def _private(self) -> bool:
+        """Whether tokens may cross the link between the machines in the clear."""
+        # The loopback may be the end of a tunnel; a worker with this user's own key is on this machine.
+        return self._cluster.trusted_link or all(peer.is_own and peer.addresses[0].is_loopback for peer in self._joined)
+
     def _backends(self, device: torch.device) -> tuple[str, ...]:
         """Process groups that may be used: tokens cross them in the clear, between ports that ask nobody's name."""
-        wanted = self._cluster.exchange
-        private = self._cluster.trusted_link or all(address.is_loopback for address in self._cluster.workers)
+        wanted, private = self._cluster.exchange, self._private
         if wanted == LANES:
             return ()
         if wanted != "auto" and not private:
@@ -193,7 +208,14 @@ class TokenRun:
         if wanted in ("auto", LANES):
             return [LANES, *common]
         if not common:
-            raise ExchangeFailed(f"an exchange over {wanted} is not possible between these machines")
+            lacking = [
+                peer.name for peer, offer in zip(self._joined, offers, strict=True) if wanted not in offer.backends
+            ]
+            who = " and ".join(lacking if wanted in backends else ["this machine", *lacking])
+            raise ExchangeFailed(
+                f"an exchange over {wanted} takes {_NEEDS[wanted]} on every machine, which is not so on {who}; "
+                'write exchange = "auto" into the configuration'
+            )
         return common
 
     def _join(self, engine: str, offers: Sequence[ExchangeOffer], device: torch.device) -> Link:
@@ -214,7 +236,8 @@ class TokenRun:
                 with _of(peer):
                     tickets.append(_Started(peer, peer.start_joining(body), 0.0, None))
             check = self._watch(tickets, joining=True)
-            self._exchange = join(Invitation(engine, 0, addresses, secret, store), device, check)
+            invitation = Invitation(engine, 0, addresses, secret, store)
+            self._exchange = join(invitation, device, check, keys=self._keys)
             self._exchange.check = check
             trip, rate = probe(self._exchange, device)
             for ticket in tickets:
@@ -257,7 +280,8 @@ class TokenRun:
         alike = (tuple(parts), overlap, _shapes(plain))
         self._number += 1
         agreed = self._plans.get(alike)
-        plan = {"shares": list(parts), "number": self._number, "agreed": agreed, "overlap": overlap}
+        how = {"overlap": overlap, "compress": self.compress}
+        plan = {"shares": list(parts), "number": self._number, "agreed": agreed, **how}
         began, waited = time.perf_counter(), self._exchange.waiting
         started: list[_Started] = []
         try:
@@ -265,9 +289,7 @@ class TokenRun:
                 with _of(peer):
                     started.append(_Started(peer, peer.start(plain, plan), part, kind))
             self._exchange.check = self._watch(started)
-            output = self._split.run(
-                self._model, forward, call.args, call.kwargs, parts, self._number, agreed, overlap=overlap
-            )
+            output = self._split.run(self._model, forward, call.args, call.kwargs, parts, self._number, agreed, **how)
             synchronize(output)
             self._plans[alike] = self._split.plan
         except BaseException:

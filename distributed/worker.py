@@ -9,7 +9,7 @@ import contextlib
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,12 +19,18 @@ import torch
 import zmq
 
 from . import limits
+from .addresses import Address
+from .admission import Doorkeeper
+from .auth import OWN, PAIRING, AuthError, KeyPair, Pairings
 from .channel import ChannelLost, WorkerChannel
-from .cluster import Address
 from .codec import NotPlainData, ProtocolError, replace_kept
+from .fields import check_fields
 from .files import FileCache, FileRef, IncomingFile
 from .jobs import Job, Jobs, Stopped, say
+from .link_sink import SECRET_BYTES, Sink
+from .memory import available_bytes
 from .messages import Kind, Message
+from .pairing import admit
 from .patch_cache import PatchCache
 from .recipe import tree_digest
 from .runtime import Replica, Runtime
@@ -54,6 +60,7 @@ class _Driver:
     """The driver that is being served."""
 
     session: bytes
+    name: str
     since: float = field(default_factory=time.time)
     preparation: _Preparation | None = None
     given_up: bool = False
@@ -62,27 +69,47 @@ class _Driver:
     kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
     shares: int = 0
     seconds: float = 0.0
+    # Whether it has measured plain TCP: once is enough, and each time a port is opened.
+    sink_opened: bool = False
     # Joins and forwards by tokens up to this number are given up.
     abandoned: int = 0
 
 
 class Worker:
-    """Serves one driver at a time until `stop`. `address` is where it listens."""
+    """Serves one driver at a time until `stop`. `addresses` are where it listens."""
 
-    def __init__(self, runtime: Runtime, cache: FileCache, host: str, port: int, name: str) -> None:
-        """Bind to the address. Raises zmq.ZMQError if it cannot be bound."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: FileCache,
+        hosts: Sequence[str],
+        port: int,
+        name: str,
+        *,
+        own: KeyPair | None,
+    ) -> None:
+        """Bind to the IP addresses `hosts`. Raises zmq.ZMQError if one cannot be bound.
+
+        own: this machine's key pair; None serves anybody in the clear, for measurements.
+        """
         self.name = name
         self.worker_id = uuid.uuid4().hex
         self._runtime = runtime
         self._cache = cache
         self._patches = PatchCache(limits.PATCH_TENSOR_CACHE_BYTES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.DATA_LANES)
-        self._channel = WorkerChannel(self._context, host, port)
-        self.address = str(Address(host, self._channel.port))
+        self._doorkeeper = Doorkeeper(self._context, own) if own is not None else None
+        try:
+            self._channel = WorkerChannel(self._context, hosts, port, own=own)
+        except zmq.ZMQError:
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
+            raise
+        self.addresses = tuple(Address(host, self._channel.port) for host in hosts)
         self._driver: _Driver | None = None
         self._greetings: dict[bytes, tuple[Message, float]] = {}
         self._jobs = Jobs(runtime, self._answer_job)
-        self._tokens = TokenRank(host, self._channel.port + 1)
+        self._tokens = TokenRank(hosts, self._channel.port + 1)
         self._stopping = False
 
     def stop(self) -> None:
@@ -106,14 +133,21 @@ class Worker:
             self._jobs.close()
             self._tokens.close()
             self._channel.close()
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
 
     # --- who is served --------------------------------------------------------------------------------------------
 
     def _probe_driver(self) -> None:
         """A driver that vanished without a word frees the worker for the next one."""
-        if self._driver is not None:
-            self._answer(self._driver.session, Kind.PROBE, {})
+        if self._driver is None:
+            return
+        if self._name_of(self._driver.session) is None:
+            self._channel.drop(self._driver.session, "the machines are no longer paired")
+            self._release_driver()
+            return
+        self._answer(self._driver.session, Kind.PROBE, {})
 
     def _release_driver(self) -> None:
         driver, self._driver = self._driver, None
@@ -124,7 +158,7 @@ class Worker:
         self._jobs.cancel(driver.session)
         self._jobs.add(Job(b"", 0, None, lambda: self._tokens.forget() or {}))
         self._channel.drop(driver.session)
-        say(f"The driver is gone; {driver.shares} shares were computed for it in {driver.seconds:.1f} s.")
+        say(f"Served {driver.name}: {driver.shares} shares in {driver.seconds:.1f} s.")
 
     def _answer(self, session: bytes, kind: Kind, body: dict[str, Any]) -> None:
         try:
@@ -146,6 +180,9 @@ class Worker:
             self._channel.send(session, Kind.FAILED, {"for": body.get("for"), "reason": reason})
 
     def _handle(self, session: bytes, message: Message) -> None:
+        if message.kind is Kind.PAIR:
+            self._pair(session, message)
+            return
         if message.kind is Kind.HELLO:
             lanes = message.body.get("lanes")
             if type(lanes) is int and 1 <= lanes <= limits.MAX_LANES:
@@ -158,6 +195,7 @@ class Worker:
         if driver.given_up and message.kind not in (Kind.CANCEL, Kind.END):
             return
         try:
+            check_fields(message)
             _HANDLERS[message.kind](self, driver, message)
         except OSError as error:
             reason = f"the model file cannot be kept on the worker: {error.strerror or error}"
@@ -166,6 +204,19 @@ class Worker:
             self._give_up(driver, message, reason)
         except Exception as error:  # whatever a driver sends, the worker lives on
             self._give_up(driver, message, f"a {message.kind.name} message makes no sense to the worker ({error})")
+
+    def _pair(self, session: bytes, message: Message) -> None:
+        """A driver whose code opened the door leaves its own key; its code is used up."""
+        try:
+            check_fields(message)
+            driver = admit(message.body, self._channel.user(session).removeprefix(PAIRING).encode())
+        except Exception as error:  # whatever a stranger with a code sends, the worker lives on
+            say(f"A driver could not be paired: {error}", error=True)
+            self._answer(session, Kind.REFUSED, {"for": message.number, "reason": str(error)})
+        else:
+            say(f"Paired with {driver.name}.")
+            self._answer(session, Kind.PAIRED, {"for": message.number, "name": self.name})
+        self._channel.drop(session)
 
     def _give_up(self, driver: _Driver, message: Message, reason: str) -> None:
         """Tell the driver, whatever it waits for, and do nothing more for it; what it had sent by then is ignored."""
@@ -194,13 +245,32 @@ class Worker:
                 continue
             del self._greetings[session]
             if refusal is not None:
-                self._answer(session, Kind.REFUSED, {"for": message.number, "reason": refusal})
+                body = {"for": message.number, "reason": refusal, "worker_id": self.worker_id}
+                self._answer(session, Kind.REFUSED, body)
                 continue
             self._channel.admit(session)
-            self._driver = _Driver(session)
-            say("A driver is here.")
+            self._driver = _Driver(session, self._name_of(session) or "a driver")
+            say(f"Serving {self._driver.name}.")
             body = {"name": self.name, "worker_id": self.worker_id, "device": self._runtime.describe()}
+            body["free"] = {"memory": self._free_memory(), "disk": self._cache.free_bytes()}
             self._answer(session, Kind.WELCOME, {"for": message.number, **body, **self._runtime.versions.as_dict()})
+
+    @staticmethod
+    def _free_memory() -> int:
+        """Bytes that programs can still take; 0 where the system does not say and there is no psutil to ask."""
+        with contextlib.suppress(ImportError):
+            return available_bytes()
+        return 0
+
+    def _name_of(self, session: bytes) -> str | None:
+        """What a session's driver is called here; None if it is not paired any more."""
+        user = self._channel.user(session)
+        if user in (OWN, ""):
+            return "a driver on this machine"
+        with contextlib.suppress(AuthError):
+            driver = Pairings.load().driver_of(user.encode())
+            return None if driver is None else driver.name
+        return "a driver"
 
     def _refusal(self, message: Message) -> str | None:
         driver_versions = Versions.from_message(message.body)
@@ -208,7 +278,7 @@ class Worker:
             return mismatch(driver_versions, self._runtime.versions, self.name)[0]
         if self._driver is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self._driver.since))
-            return f"it is busy with another driver since {since}; render again when that is done"
+            return f"it is busy with {self._driver.name} since {since}; render again when that is done"
         return None
 
     # --- preparing ------------------------------------------------------------------------------------------------
@@ -218,8 +288,6 @@ class Worker:
             raise ProtocolError("another recipe is not complete yet")
         ref = FileRef.from_message(message.body["file"])
         tree = message.body["recipe"]
-        if not isinstance(tree, dict):
-            raise ProtocolError("a recipe is described wrongly")
         path = self._runtime.find(ref) or self._cache.find(ref)
         missing = self._patches.missing(tree)
         incoming = self._cache.receive(ref) if path is None else None
@@ -256,7 +324,7 @@ class Worker:
 
     def _file_end(self, driver: _Driver, message: Message) -> None:
         preparation = _expected(driver.preparation)
-        preparation.path = _expected(preparation.incoming).finish(str(message.body["digest"]))
+        preparation.path = _expected(preparation.incoming).finish(message.body["digest"])
         preparation.incoming = None
         self._build_if_complete(driver)
 
@@ -301,22 +369,25 @@ class Worker:
             driver.seconds += seconds
             return {"output": output, "seconds": seconds}
 
-        self._jobs.add(Job(driver.session, message.number, Kind.RESULT, compute))
+        self._jobs.add(Job(driver.session, message.number, Kind.RESULT, compute, message.nbytes))
 
     # --- token splits ---------------------------------------------------------------------------------------------
 
     def _exchange_open(self, driver: _Driver, message: Message) -> None:
-        store = bool(message.body["store"])
+        store, secret = message.body["store"], message.body.get("secret")
+        keys = None if secret is None else KeyPair.of_secret(secret.encode())
 
         def opened() -> dict[str, Any]:
-            return self._tokens.open(driver.replica, store=store)
+            return self._tokens.open(driver.replica, store=store, keys=keys)
 
         self._jobs.add(Job(driver.session, message.number, Kind.EXCHANGE, opened))
 
     def _exchange_join(self, driver: _Driver, message: Message) -> None:
+        local = self._channel.user(driver.session) in (OWN, "")
+
         def joined() -> dict[str, Any]:
-            check = self._wanted(driver, int(message.body["number"]))
-            return self._tokens.join(message.body, driver.replica, check)
+            check = self._wanted(driver, message.body["number"])
+            return self._tokens.join(message.body, driver.replica, check, local=local)
 
         self._jobs.add(Job(driver.session, message.number, Kind.EXCHANGE, joined))
 
@@ -333,7 +404,7 @@ class Worker:
         return {"seconds": seconds}
 
     def _abandon(self, driver: _Driver, message: Message) -> None:
-        driver.abandoned = max(driver.abandoned, int(message.body["number"]))
+        driver.abandoned = max(driver.abandoned, message.body["number"])
 
     def _wanted(self, driver: _Driver, number: int) -> Callable[[], None]:
         """A check that raises Stopped once the driver does not want join or forward `number` any more."""
@@ -343,6 +414,44 @@ class Worker:
                 raise Stopped("the driver gave this up")
 
         return check
+
+    # --- measuring the link ---------------------------------------------------------------------------------------
+
+    def _echo(self, driver: _Driver, message: Message) -> None:
+        wanted = message.body["bytes"]
+        if not 0 <= wanted <= limits.ECHO_BYTES:
+            raise ProtocolError("the driver asked for too large an answer")
+        self._answer(driver.session, Kind.ECHO, {"for": message.number, "data": torch.zeros(wanted, dtype=torch.uint8)})
+
+    def _sink(self, driver: _Driver, message: Message) -> None:
+        secret = bytes.fromhex(message.body["secret"])
+        if len(secret) != SECRET_BYTES:
+            raise ProtocolError("the secret has a wrong length")
+        if driver.sink_opened:
+            raise ProtocolError("plain TCP is measured once in a run")
+        driver.sink_opened = True
+        # The port after the one for exchanges, so that a firewall can let it pass.
+        try:
+            sink = Sink([address.host for address in self.addresses], self.addresses[0].port + 2, secret)
+        except OSError as error:
+            reason = f"there is no port for plain TCP ({error.strerror or error})"
+            self._answer(driver.session, Kind.FAILED, {"for": message.number, "reason": reason})
+            return
+        self._answer(driver.session, Kind.SINK, {"for": message.number, "port": sink.port})
+        check = self._wanted(driver, message.number)
+        self._jobs.add(Job(driver.session, message.number, None, lambda: sink.drain(check) or {}))
+
+    def _free(self, driver: _Driver, message: Message) -> None:
+        files = frozenset(str(digest) for digest in message.body["files"])
+        self._patches.clear()
+
+        def release() -> dict[str, Any]:
+            if released := self._runtime.release(files):
+                say(f"Let go of {released} model{'s' * (released > 1)} that the driver needs no more.")
+            return {}
+
+        # Of no session: it is done even if the driver goes at once.
+        self._jobs.add(Job(b"", message.number, None, release))
 
     def _end(self, driver: _Driver, message: Message) -> None:
         self._release_driver()
@@ -358,6 +467,9 @@ _HANDLERS: dict[Kind, Callable[[Worker, _Driver, Message], None]] = {
     Kind.EXCHANGE_OPEN: Worker._exchange_open,
     Kind.EXCHANGE_JOIN: Worker._exchange_join,
     Kind.ABANDON: Worker._abandon,
+    Kind.ECHO: Worker._echo,
+    Kind.SINK: Worker._sink,
+    Kind.FREE: Worker._free,
     Kind.CANCEL: Worker._end,
     Kind.END: Worker._end,
 }

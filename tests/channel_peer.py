@@ -24,10 +24,18 @@ if __name__ == "__main__":
 
     runpy.run_path(str(Path(__file__).parent.parent / "__main__.py"))["load_pack"]()
 
+from monarch_split.distributed.admission import Doorkeeper
+from monarch_split.distributed.auth import ChannelKeys, own_identity
 from monarch_split.distributed.channel import ChannelLost, DriverChannel, WorkerChannel
 from monarch_split.distributed.messages import Kind, Message
 
 BOUND = 20.0
+
+
+def own_keys() -> ChannelKeys:
+    """Keys for a worker of the same user."""
+    own = own_identity()
+    return ChannelKeys(own, own.public)
 
 
 class Echo:
@@ -35,7 +43,9 @@ class Echo:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
-        self.channel = WorkerChannel(self._context, host, 0)
+        own = own_identity()
+        self._doorkeeper = Doorkeeper(self._context, own)
+        self.channel = WorkerChannel(self._context, [host], 0, own=own)
         self.port = self.channel.port
         self.received: list[Message] = []
         self.error: BaseException | None = None
@@ -61,6 +71,7 @@ class Echo:
             self.error = error
         finally:
             self.channel.close()
+            self._doorkeeper.close()
             self._context.term()
 
     def _take(self, session: bytes, message: Message) -> None:
@@ -120,7 +131,7 @@ class Nursery:
 @contextlib.contextmanager
 def greeted(port: int, host: str = "127.0.0.1", lanes: int = 2) -> Iterator[DriverChannel]:
     """A driver's channel that was welcomed."""
-    channel = DriverChannel(host, port, lanes)
+    channel = DriverChannel(host, port, lanes, keys=own_keys())
     try:
         number = channel.send(Kind.HELLO, {"lanes": lanes})
         answer = next_messages(channel)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import torch
 
 from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT, sample
 from monarch_split.demo.reference_runtime import FAMILY, LOADER
-from monarch_split.distributed import ledger
-from monarch_split.distributed.cluster import Address, Cluster
+from monarch_split.distributed import joining, ledger
+from monarch_split.distributed.addresses import Address
+from monarch_split.distributed.auth import own_identity
+from monarch_split.distributed.cluster import Cluster
 from monarch_split.distributed.files import FileRef, file_digest
+from monarch_split.distributed.folders import configuration_folder
 from monarch_split.distributed.plan import Costs, History
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.report import Report
@@ -128,11 +133,28 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs have learned of workers so far."""
     monkeypatch.setattr(ledger, "_history", History())
     monkeypatch.setattr(ledger, "_agreed", set())
+    monkeypatch.setattr(joining, "_absences", {})
+
+
+def share_identity(folder: Path) -> None:
+    """Give a configuration folder this process's keys, so that workers of the same user serve its driver."""
+    own_identity()
+    shutil.copy(configuration_folder() / "identity.json", folder)
 
 
 def equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares do not follow the pace: other work on the machine of the tests would decide what is split."""
     monkeypatch.setattr(Costs, "record_pace", lambda *_, **__: None)
+
+
+def slowed(model: ReferenceDiT, seconds: float) -> list[Any]:
+    """Has each block take `seconds` longer for every token of every row that it is given; handles that undo it."""
+
+    def sleep(_: Any, __: Any, output: torch.Tensor) -> None:
+        time.sleep(seconds * output.shape[0] * output.shape[1])
+
+    # Hooks that come later cut what goes into a block and put together what comes out of it.
+    return [block.register_forward_hook(sleep) for block in model.blocks]
 
 
 def guided(model: ReferenceDiT, conditionings: int, forwards: int, session: Any = None) -> torch.Tensor:

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import torch
 
+from monarch_split.distributed.auth import KeyPair
 from monarch_split.distributed.exchange import Exchange
 from monarch_split.distributed.exchange_group import host_store, join_group
 from monarch_split.distributed.exchange_link import ExchangeListener, join_as_driver
@@ -35,6 +36,8 @@ from monarch_split.distributed.layout import Span
 
 BOUND = 30.0
 HOST = "127.0.0.1"
+# What all ranks of these tests encrypt their lanes with.
+KEYS = KeyPair.of_secret(b"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6")
 _UNTOUCHED = 0x55
 
 
@@ -182,7 +185,7 @@ class _Served:
         return Outcome(value, error, time.monotonic() - began)
 
     def listen(self, engine: str) -> int:
-        listener = ExchangeListener(HOST, 0) if engine.startswith("lanes") else host_store(HOST)
+        listener = ExchangeListener([HOST], 0, KEYS) if engine.startswith("lanes") else host_store(HOST)
         self._listeners[engine] = listener
         return listener.port
 
@@ -195,7 +198,7 @@ class _Served:
         else:
             addresses = [None if port is None else (HOST, port) for port in ports]
             if rank == 0:
-                self._exchange = join_as_driver(addresses, secret)
+                self._exchange = join_as_driver(addresses, secret, KEYS)
             else:
                 self._exchange = self._listeners[engine].join(rank, addresses, secret, self._check)
         self.exchange.check = self._check

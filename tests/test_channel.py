@@ -52,9 +52,9 @@ def test_large_tensors_are_striped_over_every_lane(lanes: int, monkeypatch: pyte
     seen: dict[int, int] = {}
     stock = WorkerChannel._accept
 
-    def accept(self: Any, identity: bytes, frames: list[memoryview]) -> bytes | None:
+    def accept(self: Any, identity: bytes, frames: list[memoryview], user: str) -> bytes | None:
         seen[identity[-1]] = seen.get(identity[-1], 0) + sum(frame.nbytes for frame in frames)
-        return stock(self, identity, frames)
+        return stock(self, identity, frames, user)
 
     monkeypatch.setattr(WorkerChannel, "_accept", accept)
     big = noise(20 * limits.CHUNK_BYTES + 17)
@@ -155,9 +155,12 @@ def test_a_driver_that_does_not_read_for_long_keeps_its_worker() -> None:
 def _parts(number: int, nbytes: int = BIG) -> tuple[list[memoryview], list[list[memoryview]]]:
     encoded = encode(Message(Kind.FORWARD, number, {"x": noise(nbytes, number)}))
     chunks = [
-        [memoryview(struct.pack("<4sBxHIQQ", b"MNRC", 1, 0, index, number, offset)), view[offset : offset + (1 << 20)]]
+        [
+            memoryview(struct.pack("<4sBxHIQQ", b"MNRC", 1, 0, index, number, offset)),
+            view[offset : offset + limits.CHUNK_BYTES],
+        ]
         for index, view in encoded.chunked
-        for offset in range(0, view.nbytes, 1 << 20)
+        for offset in range(0, view.nbytes, limits.CHUNK_BYTES)
     ]
     return [memoryview(bytes(frame)) for frame in encoded.control], chunks
 
@@ -239,8 +242,8 @@ def test_a_chunk_of_a_finished_message_is_refused() -> None:
 
 def test_what_came_before_another_thread_sent_is_not_left_waiting() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker = WorkerChannel(context, "127.0.0.1", 0)
-    driver = DriverChannel("127.0.0.1", worker.port, lanes=1)
+    worker = WorkerChannel(context, ["127.0.0.1"], 0, own=None)
+    driver = DriverChannel("127.0.0.1", worker.port, lanes=1, keys=None)
     try:
         driver.send(Kind.HELLO, {"lanes": 1})
         deadline = time.monotonic() + 10

@@ -20,9 +20,10 @@ import torch
 import zmq
 
 from monarch_split.distributed import limits
+from monarch_split.distributed.auth import own_identity
 from monarch_split.distributed.channel import ChannelLost, DriverChannel
 from monarch_split.distributed.messages import Kind
-from monarch_split.tests.channel_peer import Nursery, ask, echo_thread, greeted, next_messages
+from monarch_split.tests.channel_peer import Nursery, ask, echo_thread, greeted, next_messages, own_keys
 
 BIG = limits.INLINE_BYTES + 1000
 SILENCE = 2.0
@@ -136,7 +137,7 @@ def test_a_worker_notices_that_its_driver_is_gone_and_serves_the_next() -> None:
 
 
 def _greet(host: str, port: int) -> None:
-    with contextlib.closing(DriverChannel(host, port)) as channel:
+    with contextlib.closing(DriverChannel(host, port, keys=own_keys())) as channel:
         channel.send(Kind.HELLO, {"lanes": 2})
         next_messages(channel)
 
@@ -221,7 +222,7 @@ def test_fifty_channels_leave_no_thread_and_no_file_open() -> None:
         time.sleep(0.2)
         before = _resources()
         for i in range(50):
-            channel = DriverChannel("127.0.0.1", echo.port)
+            channel = DriverChannel("127.0.0.1", echo.port, keys=own_keys())
             channel.send(Kind.HELLO, {"lanes": 2})
             if i % 2:
                 next_messages(channel)
@@ -235,7 +236,7 @@ def test_failed_connections_leave_nothing_open() -> None:
     before = _resources()
     for _ in range(20):
         with pytest.raises(ChannelLost):
-            DriverChannel("127.0.0.1", 1)
+            DriverChannel("127.0.0.1", 1, keys=own_keys())
     assert _settles_at(before)
 
 
@@ -283,6 +284,6 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_open() -> None:
         before = _resources()
         context = zmq.Context()
         with pytest.raises(zmq.ZMQError):
-            type(echo.channel)(context, "127.0.0.1", echo.port)
+            type(echo.channel)(context, ["127.0.0.1"], echo.port, own=own_identity())
         context.term()
         assert _settles_at(before)

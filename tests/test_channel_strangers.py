@@ -15,10 +15,10 @@ import torch
 import zmq
 
 from monarch_split.distributed import limits
-from monarch_split.distributed.channel import ChannelLost, DriverChannel
+from monarch_split.distributed.channel import ChannelLost, DriverChannel, show_key
 from monarch_split.distributed.codec import encode
 from monarch_split.distributed.messages import Kind, Message
-from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages
+from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages, own_keys
 
 BIG = limits.INLINE_BYTES + 1000
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -65,6 +65,7 @@ def stranger_socket() -> Any:
         sock = context.socket(zmq.DEALER)
         opened.append(sock)
         sock.set(zmq.IDENTITY, identity)
+        show_key(sock, own_keys())
         sock.connect(f"tcp://127.0.0.1:{port}")
         return sock
 
@@ -124,7 +125,7 @@ def test_a_driver_that_breaks_the_protocol_is_told_so_and_others_go_on() -> None
 
 def test_a_worker_of_another_protocol_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     with echo_thread() as echo:
-        channel = DriverChannel("127.0.0.1", echo.port)
+        channel = DriverChannel("127.0.0.1", echo.port, keys=own_keys())
         hello = bytearray(encode(Message(Kind.HELLO, 1, {"lanes": 2})).control[0])
         hello[4] = 77
         channel._sockets[0].send(hello)

@@ -17,12 +17,14 @@ import zmq
 from monarch_split.demo.reference import ReferenceConfig
 from monarch_split.demo.reference_runtime import LOADER, ReferenceRuntime, write_reference_model
 from monarch_split.distributed import limits
+from monarch_split.distributed.auth import ChannelKeys, KeyPair
+from monarch_split.distributed.channel import show_key
 from monarch_split.distributed.exchange import probe
 from monarch_split.distributed.exchange_group import available_backends
 from monarch_split.distributed.exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
 from monarch_split.distributed.invitation import Invitation
 from monarch_split.distributed.worker_tokens import TokenRank
-from monarch_split.tests.exchange_ranks import HOST, Operation, Rank, connect, meet, nursery
+from monarch_split.tests.exchange_ranks import HOST, KEYS, Operation, Rank, connect, meet, nursery
 from monarch_split.tests.worker_process import until
 
 ENGINES = ["lanes", "gloo"]
@@ -241,20 +243,21 @@ def test_joining_ends_when_the_rank_with_the_store_is_gone(
     assert outcome.seconds < ENDED
 
 
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["clear", "encrypted"])
 def test_a_driver_may_greet_a_worker_before_the_invitation_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: KeyPair | None
 ) -> None:
     monkeypatch.setattr(limits, "EXCHANGE_JOIN_TIMEOUT", 2.0)
     file = tmp_path / "tiny.safetensors"
     write_reference_model(ReferenceConfig(), file)
     replica = ReferenceRuntime().build({"loader": LOADER}, file, "")
-    rank = TokenRank(HOST, 0)
+    rank = TokenRank([HOST], 0)
     try:
         for _ in range(2):  # the second time there is an exchange to leave
-            offer = rank.open(replica, store=False)
+            offer = rank.open(replica, store=False, keys=keys)
             secret = os.urandom(SECRET_BYTES)
             addresses = (None, (HOST, offer["port"]))
-            driver = join_as_driver(addresses, secret)
+            driver = join_as_driver(addresses, secret, keys)
             driver.check = within(ENDED)
             try:
                 with ThreadPoolExecutor() as threads:
@@ -330,6 +333,7 @@ def test_messages_of_a_stranger_are_not_taken_for_a_rank_s(ranks: Callable[[int]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.set(zmq.LINGER, 0)
         stranger.set(zmq.IDENTITY, b"X" + bytes(31))
+        show_key(stranger, ChannelKeys(KEYS, KEYS.public))
         stranger.connect(f"tcp://{HOST}:{ports[1]}")
 
         def intrude() -> None:
@@ -362,6 +366,7 @@ def test_a_flood_of_a_stranger_s_messages_does_not_keep_a_rank_from_looking_at_c
     both(pair, "begin", 1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.set(zmq.LINGER, 0)
+        show_key(stranger, ChannelKeys(KEYS, KEYS.public))
         stranger.connect(f"tcp://{HOST}:{ports[1]}")
         pair[1].start("all_gather", SMALL, 1, patience=PATIENCE)
         flooding = True
@@ -380,8 +385,8 @@ def test_backends_are_offered_for_the_devices_they_work_on() -> None:
 
 
 def test_a_port_that_is_taken_is_replaced_by_a_free_one() -> None:
-    first = ExchangeListener(HOST, 0)
-    second = ExchangeListener(HOST, first.port)
+    first = ExchangeListener([HOST], 0, None)
+    second = ExchangeListener([HOST], first.port, None)
     try:
         assert second.port != first.port
     finally:

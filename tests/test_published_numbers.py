@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from monarch_split.benchmarks.publish import BEGIN, END, published
+import pytest
+
+from monarch_split.benchmarks.publish import BEGIN, DOCUMENTS, END, published
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_readme_says_what_the_records_say() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert published(readme) == readme, "run python benchmarks/publish.py"
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_say_what_the_records_say(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert published(text, DOCUMENTS[name]) == text, "run python benchmarks/publish.py"
 
 
 def test_no_speed_up_is_claimed_outside_of_the_published_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,30 @@ class TestTheResult:
         assert difference(output, model(x, t, context=context)) == 0
         assert "object" in session.report.line()
         assert "cannot be sent" in session.report.line()
+
+
+class TestWhatIsSaid:
+    def test_the_pace_is_that_of_the_steps_after_the_first_which_also_loads(
+        self, addresses: list[str], recipe: Recipe, model: ReferenceDiT
+    ) -> None:
+        loading, stepping = 0.6, 0.05
+        pauses = iter([loading])
+
+        def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+            time.sleep(next(pauses, stepping))
+            return model(*args, **kwargs)
+
+        with open_session(addresses[:1], recipe) as session:
+            session.report.steps = 3
+            sample_once(session, slow)
+        assert session.report.seconds > loading + 2 * stepping
+        assert stepping < (session.report.seconds_per_step or 0) < loading / 2
+
+    def test_the_pace_of_a_single_step_is_its_own(self, recipe: Recipe, model: ReferenceDiT) -> None:
+        with open_session([], recipe) as session:
+            session.report.steps = 1
+            sample_once(session, model, steps=1)
+        assert session.report.seconds_per_step == session.report.seconds
 
 
 class TestWhatIsSent:

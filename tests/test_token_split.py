@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from monarch_split.demo.reference import ReferenceConfig, ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed import limits, split_tokens, tokens
 from monarch_split.distributed.ledger import DRIVER
 from monarch_split.distributed.peer import Peer
 from monarch_split.distributed.plan import Costs
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, forget, guided, open_session, render, sample_once
+from monarch_split.tests.driving import SAME, Stopped, forget, guided, open_session, render, sample_once, slowed
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = [
@@ -62,8 +62,10 @@ def test_tokens_over_two_to_four_machines_give_the_same_latent(
     assert not report.events, report.line()
 
 
-def test_a_slower_worker_gets_fewer_tokens(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:
-    worker.behave(slow_block=0.05)
+def test_a_slower_worker_gets_fewer_tokens(worker: Worker, recipe: Recipe) -> None:
+    model = ReferenceDiT(TINY)
+    slowed(model, 0.001)
+    worker.behave(slow_token=0.004)
     worst, report = render([worker.address], recipe, model, mode="tokens", cfg=1.0, size=160, steps=8)
     assert worst <= SAME
     assert report.split == "tokens", report.line()
@@ -227,6 +229,16 @@ def test_attending_to_the_own_tokens_first_gives_the_same_latent(
     assert worst <= SAME
     assert report.forwards_split == 2, report.line()
     assert calls
+
+
+def test_an_engine_that_a_machine_lacks_is_named_with_what_it_takes(
+    addresses: list[str], recipe: Recipe, model: ReferenceDiT
+) -> None:
+    worst, report = render(addresses[:1], recipe, model, mode="tokens", cfg=1.0, cluster={"exchange": "nccl"})
+    assert worst <= SAME
+    assert report.forwards_split == 0
+    expected = "an exchange over nccl takes an NVIDIA GPU and a PyTorch with NCCL on every machine, which is not so on"
+    assert f"{expected} this machine and one; write exchange" in report.line()
 
 
 def test_a_port_for_tokens_that_cannot_be_reached_is_named_and_costs_no_time(

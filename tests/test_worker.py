@@ -16,10 +16,12 @@ from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.demo.worker_process import WorkerProcess
 from monarch_split.distributed import limits
 from monarch_split.distributed.channel import DriverChannel
+from monarch_split.distributed.cluster import configuration_file
 from monarch_split.distributed.codec import Kept
 from monarch_split.distributed.messages import Kind, Message
 from monarch_split.distributed.recipe import Recipe, tensor_digest
 from monarch_split.distributed.versions import own_versions
+from monarch_split.tests.channel_peer import own_keys
 from monarch_split.tests.driving import SAME, equal_shares, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
@@ -44,7 +46,10 @@ class TestWhoIsServed:
     def test_no_worker_configured_is_said(self, recipe: Recipe, model: ReferenceDiT) -> None:
         worst, report = render([], recipe, model)
         assert worst == 0
-        assert report.line() == "One machine: no worker is configured in cluster 'test'."
+        assert report.line() == (
+            "One machine: no worker is configured in cluster 'test'; pair one (monarch pair), or name it in "
+            f"{configuration_file()}."
+        )
 
     def test_a_worker_that_is_down_is_named_with_the_next_step(self, recipe: Recipe, model: ReferenceDiT) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -80,7 +85,7 @@ class TestWhoIsServed:
             worst, report = render([worker.address], recipe, model)
             assert time.monotonic() - began < 2
             assert worst == 0
-            assert "busy with another driver since" in report.line()
+            assert "busy with a driver on this machine since" in report.line()
             assert ":" in report.line().partition("since ")[2][:8]
             sample_once(first, model)
         assert first.report.forwards_split == 5
@@ -183,7 +188,7 @@ class TestWhatIsKept:
 
 class TestWhatADriverMaySay:
     def greeted(self, worker: Worker) -> DriverChannel:
-        channel = DriverChannel("127.0.0.1", worker.port)
+        channel = DriverChannel("127.0.0.1", worker.port, keys=own_keys())
         channel.send(Kind.HELLO, {"lanes": channel.lanes, **own_versions(None).as_dict()})
         assert self.answer(channel).kind is Kind.WELCOME
         return channel
@@ -278,8 +283,8 @@ class TestStartingAndStopping:
         from monarch_split.demo.reference_runtime import ReferenceRuntime
         from monarch_split.distributed.serve import serve
 
-        assert serve(ReferenceRuntime(), "127.0.0.1", worker.port, cache=tmp_path, name="late") == 1
-        assert f"Cannot listen on 127.0.0.1:{worker.port}: Address already in use" in capsys.readouterr().err
+        assert serve(ReferenceRuntime(), ["127.0.0.1"], worker.port, cache=tmp_path, name="late") == 1
+        assert f"Cannot listen on port {worker.port} of 127.0.0.1: Address already in use" in capsys.readouterr().err
 
     def test_a_cache_folder_that_cannot_be_used_is_said_at_once(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -289,5 +294,5 @@ class TestStartingAndStopping:
 
         taken = tmp_path / "a file"
         taken.touch()
-        assert serve(ReferenceRuntime(), "127.0.0.1", 0, cache=taken) == 1
+        assert serve(ReferenceRuntime(), ["127.0.0.1"], 0, cache=taken) == 1
         assert f"cannot be kept in {taken}" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,9 @@ class Worker(Process):
     def behave(self, **how: float | str) -> None:
         """From now on: slow=seconds a forward, build=seconds, noise=amplitude, error=message, in_place=1; or well.
 
-        at_block=index has slow and error strike at that block rather than before the forward. With slow_block=seconds
-        every block takes that much longer.
+        build_error=message: it has no memory for the model.
+        at_block=index has slow and error strike at that block rather than before the forward. With slow_token=seconds
+        every block takes that much longer for each token of each row.
         """
         _write_behaviour(self.cache, how)
 
@@ -136,13 +137,25 @@ class Forge:
         return self._ask(run=target, log=str(log), arguments=arguments), log
 
     def worker(
-        self, name: str = "w", *, port: int = 0, cache: Path | None = None, pack: str = "", largest_file: int = 0
+        self,
+        name: str = "w",
+        *,
+        port: int = 0,
+        cache: Path | None = None,
+        pack: str = "",
+        largest_file: int = 0,
+        configuration: Path | None = None,
     ) -> Worker:
-        """Start a worker. `pack`: version it claims; `largest_file`: bytes after which its disk takes no more."""
+        """Start a worker. `pack`: version it claims; `largest_file`: bytes after which its disk takes no more.
+
+        `configuration`: folder of its keys, if it is not of the same user as this process.
+        """
         cache = cache or self._folder / f"cache-{self._count}"
         cache.mkdir(exist_ok=True)
         _write_behaviour(cache, {})
-        pid, log = self._fork("worker", name=name, port=port, cache=str(cache), pack=pack, largest_file=largest_file)
+        keys = str(configuration or os.environ["MONARCH_CONFIG_DIR"])
+        how = {"pack": pack, "largest_file": largest_file, "configuration": keys}
+        pid, log = self._fork("worker", name=name, port=port, cache=str(cache), **how)
         return Worker(self, pid, log, name, cache)
 
     def driver(self, address: str, model: Path) -> Process:
@@ -190,7 +203,7 @@ def _write_behaviour(cache: Path, how: dict[str, Any]) -> None:
 # --- the script ---
 
 
-def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) -> int:
+def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, configuration: str) -> int:
     import dataclasses
 
     import torch
@@ -198,6 +211,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
     from monarch_split.demo import reference_runtime
     from monarch_split.distributed.runtime import run_model
     from monarch_split.distributed.serve import serve
+    from monarch_split.tests.driving import slowed
 
     def behaviour() -> dict[str, Any]:
         return json.loads((Path(cache) / "behaviour").read_text())
@@ -211,7 +225,13 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
         def build(self, tree: dict[str, Any], path: Path, key: str) -> Any:
             print("build", flush=True)
             self._interrupted.wait(behaviour().get("build", 0))
+            if "build_error" in behaviour():
+                raise MemoryError(behaviour()["build_error"])
             return TestReplica(self, super().build({"loader": tree["loader"]}, path, key))
+
+        def release(self, files: Collection[str]) -> int:
+            print("release", *sorted(files), flush=True)
+            return super().release(files)
 
     class TestReplica:
         patched = 0
@@ -232,6 +252,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
                     block.register_forward_pre_hook(lambda *_, index=index: self._enter(how, index))
                     for index, block in enumerate(model.blocks)
                 ]
+                handles += slowed(model, how.get("slow_token", 0))
                 try:
                     return through(model, args, kwargs)
                 finally:
@@ -246,7 +267,6 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
 
         def _enter(self, how: dict[str, Any], index: int) -> None:
             print(f"block {index}", flush=True)
-            time.sleep(how.get("slow_block", 0))
             if how.get("at_block") == index:
                 self._strike(how)
 
@@ -255,9 +275,10 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int) 
                 raise RuntimeError(how["error"])
             self._runtime._interrupted.wait(how.get("slow", 0))
 
+    os.environ["MONARCH_CONFIG_DIR"] = configuration
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    return serve(TestRuntime(), "127.0.0.1", port, cache=Path(cache), name=name)
+    return serve(TestRuntime(), ["127.0.0.1"], port, cache=Path(cache), name=name)
 
 
 def _run_driver(address: str, model: str) -> int:

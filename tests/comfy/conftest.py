@@ -43,6 +43,8 @@ def comfy(comfyui_path: Path) -> ModuleType:
     """The comfy package, on the CPU with one thread. Skips where this Python cannot import it."""
     if str(comfyui_path) not in sys.path:
         sys.path.insert(0, str(comfyui_path))
+    # On some CPUs MKL adds up a matrix product in another order for another number of rows, unless it is told not to.
+    os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     import torch
 
     try:
@@ -206,6 +208,9 @@ def shared_worker(start_worker: Callable[..., Any]) -> Iterator[Any]:
 @pytest.fixture
 def idle_driver(comfy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """The driver with a configuration folder of its own, which names no worker yet."""
+    from monarch_split.tests.driving import share_identity
+
+    share_identity(tmp_path)
     monkeypatch.setenv("MONARCH_CONFIG_DIR", str(tmp_path))
     return Driver(tmp_path / "monarch.toml")
 
