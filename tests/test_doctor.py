@@ -409,7 +409,7 @@ class TestTheWorker:
         Pairings.add_worker(Paired("second", KeyPair.new().public, (Address("127.0.0.1", worker.port),)))
         checks = examined(worker.address)
         assert failures(checks) == [f"worker {worker.address}"]
-        assert "pair it again" in checks[f"worker {worker.address}"].fix
+        assert "pair it anew" in checks[f"worker {worker.address}"].fix
 
     def test_an_address_that_is_not_paired(self, examined: Callable[..., Any]) -> None:
         own = local_addresses()

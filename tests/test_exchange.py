@@ -257,13 +257,14 @@ def test_a_driver_may_greet_a_worker_before_the_invitation_is_read(
             offer = rank.open(replica, store=False, keys=keys)
             secret = os.urandom(SECRET_BYTES)
             addresses = (None, (HOST, offer["port"]))
+            invitation = Invitation("lanes", 1, addresses, secret)
             driver = join_as_driver(addresses, secret, keys)
             driver.check = within(ENDED)
             try:
                 with ThreadPoolExecutor() as threads:
                     probed = threads.submit(probe, driver, torch.device("cpu"))
                     time.sleep(0.1)
-                    rank.join(Invitation("lanes", 1, addresses, secret).as_dict(), replica, lambda: None)
+                    rank.join(invitation.as_dict(), replica, lambda: None, local=True)
                     assert probed.result(timeout=ENDED)
             finally:
                 driver.close()
