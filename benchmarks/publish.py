@@ -1,4 +1,4 @@
-"""Writes the numbers of benchmarks/results into documents, between their two `numbers` marks; a test holds them to that.
+"""Writes the numbers of benchmarks/results into documents, between their `numbers` marks; a test holds them to that.
 
 python benchmarks/publish.py
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ENCRYPTED, CLEAR = "encrypted", "clear"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 
 
@@ -65,15 +66,16 @@ def numbers() -> str:
 def encryption() -> str:
     """What keys cost, in Markdown."""
     result = record("encryption")["result"]
-    rows, channel, exchange = result["short_row_split"], result["channel"], result["exchange"]["sizes"][-2]
-    rates = [f"{channel[name]['gb_per_s']:.2g} GB/s" for name in ("encrypted", "clear")]
-    lanes = [f"{exchange[name]['gb_per_s']:.2g} GB/s" for name in ("encrypted", "clear")]
+    rows, short, channel = result["row_split"], result["short_row_split"], result["channel"]
+    exchange = result["exchange"]["sizes"][-2]
+    rates = [f"{channel[name]['gb_per_s']:.1f} GB/s" for name in (ENCRYPTED, CLEAR)]
+    lanes = [f"{exchange[name]['gb_per_s']:.1f} GB/s" for name in (ENCRYPTED, CLEAR)]
     return (
-        "Measured between two processes on two CPU cores: a step that is split by rows, with a latent of "
-        f"{rows['bytes_per_step'] / 2048:.0f} KiB each way, takes {rows['price_ms']:.1f} ms longer with keys than in the "
-        f"clear. The channel carries {rates[0]} with keys and "
-        f"{rates[1]} without, the lanes of a token split {lanes[0]} and {lanes[1]} each way "
-        "([record](../benchmarks/results/encryption.json))."
+        f"Measured between two processes on two CPU cores: a step of {rows['alone_s']:.1f} s that is split by rows is "
+        f"{rows[ENCRYPTED]['ratio']:.2f}x as fast with keys and {rows[CLEAR]['ratio']:.2f}x in the clear; keys cost "
+        f"{short['price_ms']:.1f} ms of each step, in which {short['bytes_per_step'] / 2048:.0f} KiB go each way. The "
+        f"channel carries {rates[0]} with keys and {rates[1]} without, the lanes of a token split {lanes[0]} and "
+        f"{lanes[1]} each way ([record](../benchmarks/results/encryption.json))."
     )
 
 

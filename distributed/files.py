@@ -64,7 +64,8 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and not {"", ".", ".."} & set(re.split(r"[/\\]", name))
 
 
-_digests: dict[tuple[str | int, ...], str] = {}
+# By path: what tells whether the file is still the same, and its digest.
+_digests: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
 def file_digest(path: Path) -> str:
@@ -74,11 +75,17 @@ def file_digest(path: Path) -> str:
     of both. Reads a few MiB besides the header, whatever the size. Raises OSError.
     """
     status = path.stat()
+    known = _digests.get(str(path))
+    if known is not None and known[0] == _signature(status):
+        return known[1]
+    digest = _sampled_digest(path, status.st_size)
+    _digests[str(path)] = _signature(status), digest
+    return digest
+
+
+def _signature(status: os.stat_result) -> tuple[int, ...]:
     # The change time too: copying with preserved times gives other content the same modification time.
-    key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if key not in _digests:
-        _digests[key] = _sampled_digest(path, status.st_size)
-    return _digests[key]
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _sampled_digest(path: Path, size: int) -> str:
@@ -131,6 +138,8 @@ class FileCache:
             status = path.lstat()  # nothing here is a link, unless others can write here
             if stat.S_ISREG(status.st_mode) and status.st_size == ref.bytes and file_digest(path) == ref.digest:
                 os.utime(path)
+                # That alone changed its times; it need not be read again.
+                _digests[str(path)] = _signature(path.stat()), ref.digest
                 return path
         return None
 

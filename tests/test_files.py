@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_split.distributed import limits
+from monarch_split.distributed import files, limits
 from monarch_split.distributed.codec import ProtocolError
 from monarch_split.distributed.file_content import ContentHash, read_chunks
 from monarch_split.distributed.files import FileCache, FileRef, IncomingFile, file_digest
@@ -56,6 +56,26 @@ def left_behind(cache: FileCache) -> list[str]:
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_in_the_cache_is_read_once_and_remembered_once(
+    cache: FileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    stock = files._sampled_digest
+    monkeypatch.setattr(files, "_sampled_digest", lambda path, size: reads.append(path) or stock(path, size))
+    path = write(tmp_path / "a.safetensors")
+    ref = ref_of(path)
+    held = transfer(cache, path)
+    reads.clear()
+    remembered = set()
+    for _ in range(3):
+        assert cache.find(ref) == held
+        remembered.add(len(files._digests))
+    assert reads == [held]
+    assert len(remembered) == 1
+    held.write_bytes(held.read_bytes()[:-1] + b"x")
+    assert cache.find(ref) is None
 
 
 def test_the_digest_is_of_the_content_and_not_of_the_name(tmp_path: Path) -> None:

@@ -194,6 +194,12 @@ class TestPlaces:
         told = Invitation.from_message({**JOIN, "addresses": [None, (host, 7691)], "store": [host, 1]})
         assert told.addresses == (None, (host, 7691))
 
+    def test_a_worker_behind_a_tunnel_may_be_told_its_own_address(self) -> None:
+        told = {**JOIN, "addresses": [None, (HERE, 7691)]}
+        assert not Invitation.from_message(told).names_loopback
+        assert Invitation.from_message({**told, "addresses": [None, (HERE, 7691), (HERE, 22)]}).names_loopback
+        assert Invitation.from_message({**told, "store": (HERE, 22)}).names_loopback
+
     @pytest.mark.parametrize("rank", [0, 2, -1])
     def test_a_rank_is_one_of_those_that_are_told(self, rank: int) -> None:
         with pytest.raises(ProtocolError):
@@ -211,10 +217,9 @@ class TestTokenRanks:
         rank = TokenRank([HERE], 0)
         try:
             rank.open(replica, store=False, keys=None)
-            rank._hosts = ["192.0.2.7"]
             body = {**JOIN, "addresses": [None, ("192.0.2.7", 7691), (HERE, 22)], "number": 1}
             with pytest.raises(ProtocolError, match="connect to itself"):
-                rank.join(body, replica, lambda: None)
+                rank.join(body, replica, lambda: None, local=False)
         finally:
             rank.close()
 
@@ -245,7 +250,7 @@ class TestFilesThatSayWhoMayComeIn:
             for name, read in (
                 ("pairings.json", Pairings.load),
                 ("pairing-code.json", open_token),
-                ("worker.json", running_worker),
+                ("worker-7690.json", running_worker),
             ):
                 assert read()
                 (folder / name).chmod(mode)
