@@ -54,7 +54,7 @@ def test_auto_stops_a_split_that_does_not_pay_and_says_so(
         time.sleep(next(pauses))
         return model(*args, **kwargs)
 
-    workers[0].behave(slow=0.1)
+    workers[0].behave(slow=0.4)
     _, report = render([workers[0].address], recipe, warms_up, mode="auto", steps=12)
     assert report.forwards_split <= 3
     assert "splitting is not faster here" in report.line()
@@ -66,7 +66,7 @@ def test_auto_stops_a_split_that_does_not_pay_and_says_so(
 
 def test_auto_goes_on_with_a_split_that_pays(addresses: list[str], recipe: Recipe, model: ReferenceDiT) -> None:
     def slow(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        time.sleep(0.06 * len(x))
+        time.sleep(0.12 * len(x))
         return model(x, *args, **kwargs)
 
     _, report = render(addresses[:1], recipe, slow, mode="auto", steps=12, batch=2)
@@ -81,7 +81,8 @@ def test_auto_gives_no_rows_to_a_worker_that_is_far_too_slow(
 ) -> None:
     # The verdict on the whole split would come first.
     monkeypatch.setattr(limits, "WORTHWHILE_RATIO", float("inf"))
-    workers[0].behave(slow=0.5)
+    # So slow that a busy driver is still much faster.
+    workers[0].behave(slow=1.5)
     _, report = render([workers[0].address], recipe, model, mode="auto", steps=40)
     assert 2 <= report.forwards_split <= 4
     assert "too slow" in report.line()

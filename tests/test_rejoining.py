@@ -195,7 +195,7 @@ def test_silent_addresses_cost_the_first_run_only_and_several_no_more_than_one(
 
 def test_looking_for_a_worker_ends_with_the_run(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:
     def looking() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("monarch")]
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("monarch-join")]
 
     with network_to(worker.port) as network:
         render([network.address], recipe, model)
