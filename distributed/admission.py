@@ -61,7 +61,7 @@ class Doorkeeper:
         """Who asks to come in; None if they may not. ZAP's frames end with the mechanism and its credentials."""
         if len(frames) != 7 or frames[0] != b"1.0" or frames[2] != DOMAIN or frames[5] != b"CURVE":
             return None
-        address = frames[3].decode("ascii", "replace")
+        address = frames[3].decode("ascii", "replace").removeprefix("::ffff:")
         try:
             key = zmq.utils.z85.encode(frames[6])
             if hmac.compare_digest(key, self._own):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import tempfile
@@ -18,6 +19,9 @@ from .jobs import say
 from .pairing import announced, issue_code
 from .runtime import Runtime
 from .worker import Worker, run_until_stopped
+
+
+_MANY_FILES = 65_536
 
 
 def serve(
@@ -47,6 +51,7 @@ def serve(
         )
         return 1
     name = name or platform.node() or "worker"
+    _allow_many_connections()
     try:
         own = own_identity() if encrypted else None
         new_here = not Pairings.load().drivers
@@ -74,6 +79,16 @@ def serve(
         say(f"The worker cannot go on: {error}.", error=True)
         return 1
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Strangers that connect and say nothing must not use up what this process may open."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        enough = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, enough), most))
 
 
 def _print_code(addresses: Sequence[Address]) -> None:
