@@ -20,7 +20,6 @@ from .pairing import announced, issue_code
 from .runtime import Runtime
 from .worker import Worker, run_until_stopped
 
-
 _MANY_FILES = 65_536
 
 
