@@ -49,7 +49,8 @@ def numbers() -> str:
             "forwards of the diffusion model alone; text encoder, VAE and sampler are not in it. "
             f"Around a model that does nothing, the engine takes {engine} a step. "
             f"Two processes with one thread each on two CPU cores, a step of {cpu['result']['alone_s']:.1f} s: "
-            f"{cpu['result']['ratio']:.2f}x, of which the engine takes {cpu['result']['overhead_ms']:.1f} ms. "
+            f"{cpu['result']['ratio']:.2f}x, of which the engine takes {cpu['in_the_clear']['overhead_ms']:.1f} ms and "
+            f"encryption {cpu['result']['overhead_ms'] - cpu['in_the_clear']['overhead_ms']:.1f} ms. "
             "Two DGX Sparks have not been measured yet. Records and scripts: [benchmarks](benchmarks).",
             "",
             "| one forward of one row, by tokens | exchange | one GPU | two GPUs | |",

@@ -6,6 +6,7 @@ python benchmarks/row_split.py [--steps 30]     writes benchmarks/results/row_sp
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -31,9 +32,12 @@ import torch
 from ..demo.reference import DEMO, ReferenceDiT
 from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
+from ..distributed import peers
 from ..distributed.addresses import parse_address
+from ..distributed.auth import KnownWorker
 from ..distributed.cluster import Cluster
 from ..distributed.ledger import DRIVER
+from ..distributed.peer import Peer
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
@@ -125,15 +129,21 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["MONARCH_CONFIG_DIR"] = folder
         recipe = write_reference_model(DEMO, Path(folder) / "reference.safetensors")
         model = load_reference_model(recipe.path)
-        report = Report("rows")
-        with WorkerProcess(cache=Path(folder) / "cache") as worker:
-            cluster = Cluster("benchmark", (parse_address(worker.address),))
-            with Session(cluster, own_versions(None), report, lambda: recipe, check=lambda: None) as session:
-                result = measure(model, session, arguments.steps)
+        results = {}
+        for name, launcher in (("encrypted", []), ("clear", [str(Path(__file__).with_name("clear_worker.py"))])):
+            if name == "clear":
+                peers.Peer = functools.partial(Peer, worker_at=lambda address: KnownWorker(None))
+            report = Report("rows")
+            with WorkerProcess(cache=Path(folder) / "cache", launcher=launcher) as worker:
+                cluster = Cluster("benchmark", (parse_address(worker.address),))
+                with Session(cluster, own_versions(None), report, lambda: recipe, check=lambda: None) as session:
+                    results[name] = measure(model, session, arguments.steps)
     record = {
-        "what": "one forward of two rows: on one process, and split by rows between two (one thread each, loopback)",
+        "what": "one forward of two rows: on one process, and split by rows between two (one thread each, loopback); "
+        "in_the_clear: the same without encryption",
         "ratio": "median of the ratios of neighbouring runs, alone / split",
         "one_row_s, slower_node_s": "one row on an otherwise idle machine, and while both processes compute one",
         "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
@@ -142,8 +152,9 @@ def main() -> int:
         "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
         "torch": torch.__version__,
         "latent_bytes_per_row": LATENT_BYTES,
-        "result": result,
+        "result": results["encrypted"],
+        "in_the_clear": results["clear"],
     }
     arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    print(json.dumps(results, indent=2))
     return 0

@@ -289,15 +289,17 @@ class TokenRun:
                 with _of(peer):
                     started.append(_Started(peer, peer.start(plain, plan), part, kind))
             self._exchange.check = self._watch(started)
+            # What sending took is no sign of a slow machine.
+            computing = time.perf_counter()
             output = self._split.run(self._model, forward, call.args, call.kwargs, parts, self._number, agreed, **how)
             synchronize(output)
             self._plans[alike] = self._split.plan
         except BaseException:
             self._abandon(started)
             raise
-        seconds, waiting = time.perf_counter() - began, self._exchange.waiting - waited
+        ended, waiting = time.perf_counter(), self._exchange.waiting - waited
         self._unheard += started
-        return TokenForward(output, tuple(parts), seconds, seconds - waiting, waiting)
+        return TokenForward(output, tuple(parts), ended - began, ended - computing - waiting, waiting)
 
     def _steady(self, parts: Sequence[float]) -> Sequence[float]:
         """The parts of the last forward, unless others would be clearly better: new parts have to be agreed upon."""
