@@ -36,8 +36,9 @@ from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import PACK, WorkerProcess
 from ..distributed import limits
 from ..distributed.addresses import parse_address
-from ..distributed.channel import Assembler, ChannelLost, DriverChannel
+from ..distributed.channel import Assembler, ChannelLost
 from ..distributed.codec import ProtocolError, replace_kept
+from ..distributed.driver_channel import DriverChannel
 from ..distributed.fields import check_fields
 from ..distributed.files import FileRef
 from ..distributed.invitation import Invitation

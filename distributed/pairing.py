@@ -24,7 +24,8 @@ import zmq.utils.z85 as z85
 from . import limits
 from .addresses import Address, parse_address
 from .auth import KEY_LENGTH, AuthError, ChannelKeys, KeyPair, Paired, Pairings, own_identity, private_text
-from .channel import UNKNOWN_KEY, ChannelLost, DriverChannel
+from .channel import UNKNOWN_KEY, ChannelLost
+from .driver_channel import DriverChannel
 from .folders import configuration_folder, write_private
 from .messages import Kind, Message
 from .versions import own_versions

@@ -16,8 +16,9 @@ import torch
 from . import limits
 from .addresses import Address
 from .auth import AuthError, KeyPair, KnownWorker, known_worker
-from .channel import ChannelLost, DriverChannel
+from .channel import ChannelLost
 from .codec import Kept, NotPlainData
+from .driver_channel import DriverChannel
 from .exchange import ExchangeFailed
 from .file_content import ContentHash, read_chunks
 from .messages import Kind, Message

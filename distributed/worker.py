@@ -22,7 +22,7 @@ from . import limits
 from .addresses import Address
 from .admission import Doorkeeper
 from .auth import OWN, PAIRING, AuthError, KeyPair, Pairings
-from .channel import ChannelLost, WorkerChannel
+from .channel import ChannelLost
 from .codec import NotPlainData, ProtocolError, replace_kept
 from .fields import check_fields
 from .files import FileCache, FileRef, IncomingFile
@@ -35,6 +35,7 @@ from .patch_cache import PatchCache
 from .recipe import tree_digest
 from .runtime import Replica, Runtime
 from .versions import Versions, mismatch
+from .worker_channel import WorkerChannel
 from .worker_tokens import TokenRank
 
 _T = TypeVar("_T")

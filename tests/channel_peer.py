@@ -26,8 +26,10 @@ if __name__ == "__main__":
 
 from monarch_split.distributed.admission import Doorkeeper
 from monarch_split.distributed.auth import ChannelKeys, own_identity
-from monarch_split.distributed.channel import ChannelLost, DriverChannel, WorkerChannel
+from monarch_split.distributed.channel import ChannelLost
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind, Message
+from monarch_split.distributed.worker_channel import WorkerChannel
 
 BOUND = 20.0
 

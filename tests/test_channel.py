@@ -18,9 +18,11 @@ import torch
 import zmq
 
 from monarch_split.distributed import limits
-from monarch_split.distributed.channel import Assembler, DriverChannel, WorkerChannel
+from monarch_split.distributed.channel import Assembler
 from monarch_split.distributed.codec import ProtocolError, encode
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import FROM_DRIVER, Kind, Message
+from monarch_split.distributed.worker_channel import WorkerChannel
 from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages
 
 BIG = limits.INLINE_BYTES + 1000

@@ -21,7 +21,8 @@ import zmq
 
 from monarch_split.distributed import limits
 from monarch_split.distributed.auth import own_identity
-from monarch_split.distributed.channel import ChannelLost, DriverChannel
+from monarch_split.distributed.channel import ChannelLost
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind
 from monarch_split.tests.channel_peer import Nursery, ask, echo_thread, greeted, next_messages, own_keys
 

@@ -15,8 +15,9 @@ import torch
 import zmq
 
 from monarch_split.distributed import limits
-from monarch_split.distributed.channel import ChannelLost, DriverChannel, show_key
+from monarch_split.distributed.channel import ChannelLost, show_key
 from monarch_split.distributed.codec import encode
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind, Message
 from monarch_split.tests.channel_peer import ask, echo_thread, greeted, next_messages, own_keys
 

@@ -17,7 +17,8 @@ from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import admission, auth, pairing
 from monarch_split.distributed.addresses import Address, parse_address
 from monarch_split.distributed.auth import AuthError, ChannelKeys, KeyPair, Paired, Pairings, own_identity
-from monarch_split.distributed.channel import ChannelLost, DriverChannel
+from monarch_split.distributed.channel import ChannelLost
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind
 from monarch_split.distributed.pairing import PairingError, issue_code, pair, running_worker
 from monarch_split.distributed.peer import Peer, PeerFailed

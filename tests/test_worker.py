@@ -15,9 +15,9 @@ import torch
 from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.demo.worker_process import WorkerProcess
 from monarch_split.distributed import limits
-from monarch_split.distributed.channel import DriverChannel
 from monarch_split.distributed.cluster import configuration_file
 from monarch_split.distributed.codec import Kept
+from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind, Message
 from monarch_split.distributed.recipe import Recipe, tensor_digest
 from monarch_split.distributed.versions import own_versions
