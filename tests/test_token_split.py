@@ -301,7 +301,7 @@ def test_sizes_in_turn_keep_their_own_pace(
             for size in (64, 512):
                 sample_once(session, model, cfg=1.0, size=size, steps=2)
     small, large = sorted((max(found) for found in paces.values()), reverse=True)
-    assert small > 3 * large
+    assert small > 1.3 * large
 
 
 def test_a_link_that_was_too_slow_is_not_tried_again_in_the_next_run(
