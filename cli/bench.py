@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .environment import CommandError, ensure_environment, find_comfyui, missing_imports, run_in
+from .environment import CommandError, prefer_comfyui
 
 if TYPE_CHECKING:
     from ..distributed.addresses import Address
@@ -31,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, argv: list[str]) -> None:
     """Start again in ComfyUI's Python if that has all it takes; else in `.venv`."""
-    comfyui = find_comfyui(args.comfyui)
-    if comfyui is not None and comfyui.python is not None and not missing_imports(comfyui.python, _NEEDS):
-        run_in(comfyui.python, argv)
-    ensure_environment("bench", argv)
+    prefer_comfyui("bench", argv, _NEEDS, args.comfyui)
 
 
 def run(args: argparse.Namespace) -> int:

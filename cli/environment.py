@@ -163,6 +163,14 @@ def require(subcommand: str) -> None:
         )
 
 
+def prefer_comfyui(subcommand: str, argv: list[str], needs: Iterable[str], explicit: Path | None = None) -> NoReturn:
+    """Start the command again in ComfyUI's Python if that can import `needs`, or else in `.venv`."""
+    comfyui = find_comfyui(explicit)
+    if comfyui is not None and comfyui.python is not None and not missing_imports(comfyui.python, needs):
+        run_in(comfyui.python, argv)
+    ensure_environment(subcommand, argv)
+
+
 def ensure_environment(subcommand: str, argv: list[str]) -> NoReturn:
     """Make the environment that `subcommand` needs, once, and start the command again in it."""
     run_in(make_environment(subcommand), argv)

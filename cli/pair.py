@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..distributed.addresses import Address, AddressError, parse_address
-from .environment import CommandError, ensure_environment, find_comfyui, missing_imports, run_in
+from .environment import CommandError, prefer_comfyui
 
 if TYPE_CHECKING:
     from ..distributed.auth import Pairings
@@ -33,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, argv: list[str]) -> None:
     """Start again in ComfyUI's Python, which has all that is needed, or else in `.venv`."""
-    comfyui = find_comfyui()
-    if comfyui is not None and comfyui.python is not None and not missing_imports(comfyui.python, ["zmq", "torch"]):
-        run_in(comfyui.python, argv)
-    ensure_environment("pair", argv)
+    prefer_comfyui("pair", argv, ["zmq", "torch"])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ from .jobs import say
 from .pairing import open_token
 
 # A client that has shown this many unknown keys from one address within that time cannot pair from there for as long.
-_ATTEMPTS, _ATTEMPTS_SECONDS = limits.PAIRING_ATTEMPTS, limits.PAIRING_ATTEMPTS_SECONDS
 _REMEMBERED_ADDRESSES = 1024
 
 
@@ -79,13 +78,13 @@ class Doorkeeper:
         return None
 
     def _may_pair(self, address: str) -> bool:
-        since = time.monotonic() - _ATTEMPTS_SECONDS
-        return sum(when > since for when in self._refused.get(address, ())) < _ATTEMPTS
+        since = time.monotonic() - limits.PAIRING_ATTEMPTS_SECONDS
+        return sum(when > since for when in self._refused.get(address, ())) < limits.PAIRING_ATTEMPTS
 
     def _note_refusal(self, address: str) -> None:
         refused = self._refused.pop(address, None)
         if refused is None:
-            refused = deque(maxlen=_ATTEMPTS)
+            refused = deque(maxlen=limits.PAIRING_ATTEMPTS)
             say(f"{address} was refused: its key is not known here. To pair it, see `monarch pair --new-code`.")
         refused.append(time.monotonic())
         self._refused[address] = refused

@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 
 from . import limits
+from .addresses import address_facing
 from .exchange import Exchange, ExchangeFailed
 from .exchange_nccl import Messages, NcclCarrier, can_use_nccl
 from .layout import Span
@@ -100,7 +101,7 @@ def join_group(
         timeout = timedelta(seconds=limits.GROUP_JOIN_TIMEOUT)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         store = dist.PrefixStore(secret.hex(), store)
-        carriers: list[_Carrier] = [_GlooCarrier(store, rank, size, _address_towards(host, port), timeout, helper)]
+        carriers: list[_Carrier] = [_GlooCarrier(store, rank, size, address_facing(host), timeout, helper)]
         if backend == "nccl":
             carriers.append(NcclCarrier(store, rank, size, device))
         return carriers
@@ -207,14 +208,6 @@ def _pieces(buffers: Sequence[torch.Tensor], spans: Sequence[Span]) -> list[torc
     """The bytes of these spans in place, without what is empty."""
     parts = (buffer[start:stop] for buffer in buffers for start, stop in spans)
     return [part.view(torch.uint8).reshape(-1) for part in parts if part.numel()]
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the interface that leads to `host`. Nothing is sent."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def _first_line(error: BaseException) -> str:

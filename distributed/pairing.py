@@ -30,8 +30,6 @@ from .folders import configuration_folder, write_private
 from .messages import Kind, Message
 from .versions import own_versions
 
-CODE_SECONDS = limits.PAIRING_CODE_SECONDS
-
 _PREFIX = "monarch1-"
 _TOKEN_BYTES, _KEY_BYTES, _CHECK_BYTES = 16, 32, 4
 _MAX_NAME = limits.MAX_NAME
@@ -48,9 +46,9 @@ class PairingError(Exception):
 
 
 def issue_code(addresses: Sequence[Address]) -> str:
-    """A new code for this machine's worker at `addresses`, valid once and for CODE_SECONDS. Raises AuthError."""
+    """A new code for this machine's worker at `addresses`, valid once, for PAIRING_CODE_SECONDS. Raises AuthError."""
     token = os.urandom(_TOKEN_BYTES)
-    record = {"key": _one_time_pair(token).public.decode(), "until": time.time() + CODE_SECONDS}
+    record = {"key": _one_time_pair(token).public.decode(), "until": time.time() + limits.PAIRING_CODE_SECONDS}
     own = own_identity()
     # What is the loopback here is another machine's there, unless all is meant for one end of a tunnel.
     addresses = [address for address in addresses if not address.is_loopback] or addresses
@@ -119,7 +117,7 @@ def open_token() -> bytes | None:
         key = str(record["key"]).encode()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return key if 0 < left <= CODE_SECONDS and len(key) == KEY_LENGTH else None
+    return key if 0 < left <= limits.PAIRING_CODE_SECONDS and len(key) == KEY_LENGTH else None
 
 
 def admit(body: dict[str, object], shown: bytes) -> Paired:

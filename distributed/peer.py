@@ -148,7 +148,7 @@ class Peer:
     def free(self, files: Collection[str]) -> None:
         """Have the worker let go of what it built from files with these digests. Raises PeerFailed."""
         if files:
-            self._send(Kind.FREE, {"files": sorted(files)})
+            self.ask(Kind.FREE, {"files": sorted(files)})
 
     def prepare(self, recipe: Recipe, progress: Callable[[int, int], None]) -> None:
         """Have the worker build a replica of `recipe`; sends what it lacks. Returns while the worker still loads.
@@ -278,7 +278,7 @@ class Peer:
         Raises ExchangeFailed if the worker cannot be met, PeerFailed if it is gone.
         """
         secret = None if keys is None else keys.secret.decode()
-        answer = self._wait_or_fail(self._send(Kind.EXCHANGE_OPEN, {"store": store, "secret": secret}))
+        answer = self._wait_or_fail(self.ask(Kind.EXCHANGE_OPEN, {"store": store, "secret": secret}))
         if answer.kind is not Kind.EXCHANGE:
             # It can still compute rows.
             raise ExchangeFailed(f"{self.name}: {answer.body.get('reason')}")
@@ -294,7 +294,7 @@ class Peer:
 
     def start_joining(self, body: dict[str, Any]) -> int:
         """Have the worker join the other ranks. Returns a ticket for `joined`. Raises PeerFailed."""
-        return self._send(Kind.EXCHANGE_JOIN, body)
+        return self.ask(Kind.EXCHANGE_JOIN, body)
 
     def joined(self, ticket: int) -> str | None:
         """Wait until the worker has joined; the reason if it could not. Raises PeerFailed if the worker is gone."""
@@ -320,9 +320,10 @@ class Peer:
 
     def abandon(self, number: int) -> None:
         """Have the worker give up forwards by tokens up to `number`. Raises PeerFailed."""
-        self._send(Kind.ABANDON, {"number": number})
+        self.ask(Kind.ABANDON, {"number": number})
 
-    def _send(self, kind: Kind, body: dict[str, Any]) -> int:
+    def ask(self, kind: Kind, body: dict[str, Any]) -> int:
+        """Send a message. Returns a ticket for `answer`. Raises PeerFailed."""
         try:
             return self._open_channel().send(kind, body, while_full=self._check)
         except ChannelLost as error:
@@ -334,10 +335,6 @@ class Peer:
     def lanes(self) -> int:
         """Data lanes of the channel."""
         return self._open_channel().lanes
-
-    def ask(self, kind: Kind, body: dict[str, Any]) -> int:
-        """Send a message. Returns a ticket for `answer`. Raises PeerFailed."""
-        return self._send(kind, body)
 
     def answer(self, ticket: int, kind: Kind) -> dict[str, Any]:
         """Wait for the answer of this kind. Raises PeerFailed if another one or none comes."""

@@ -14,7 +14,7 @@ import pytest
 
 from monarch_split import cli
 from monarch_split.demo.reference import ReferenceDiT
-from monarch_split.distributed import admission, auth, pairing
+from monarch_split.distributed import auth, limits, pairing
 from monarch_split.distributed.addresses import Address, parse_address
 from monarch_split.distributed.auth import AuthError, ChannelKeys, KeyPair, Paired, Pairings, own_identity
 from monarch_split.distributed.channel import ChannelLost
@@ -303,11 +303,11 @@ class TestWhoGetsIn:
 
             right = pairing._one_time_pair(token)
             assert enters(right)
-            for _ in range(admission._ATTEMPTS):
+            for _ in range(limits.PAIRING_ATTEMPTS):
                 assert not enters(KeyPair.new())
             with pytest.raises(ChannelLost):
                 enters(right)
-            monkeypatch.setattr(admission, "_ATTEMPTS_SECONDS", 0.0)
+            monkeypatch.setattr(limits, "PAIRING_ATTEMPTS_SECONDS", 0.0)
             assert enters(right)
 
 

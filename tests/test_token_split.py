@@ -298,10 +298,10 @@ def test_sizes_in_turn_keep_their_own_pace(
     monkeypatch.setattr(Costs, "record_pace", record)
     with open_session([worker.address], recipe, mode="tokens", model=model) as session:
         for _ in range(4):
-            for size in (64, 512):
+            for size in (64, 768):
                 sample_once(session, model, cfg=1.0, size=size, steps=2)
     small, large = sorted((max(found) for found in paces.values()), reverse=True)
-    assert small > 1.3 * large
+    assert small > 3 * large
 
 
 def test_a_link_that_was_too_slow_is_not_tried_again_in_the_next_run(
