@@ -35,7 +35,7 @@ from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
 from ..distributed import limits, peers
 from ..distributed.addresses import Address, parse_address
-from ..distributed.auth import KeyPair, KnownWorker, known_worker
+from ..distributed.auth import ExchangeKeys, KnownWorker, known_worker
 from ..distributed.cluster import Cluster
 from ..distributed.exchange import Exchange
 from ..distributed.exchange_link import ExchangeListener, join_as_driver
@@ -54,7 +54,7 @@ def lanes(rounds: int) -> dict[str, Any]:
     """The exchange between two processes, over lanes with keys, lanes without, and plain TCP, in turn."""
     listening = socket.create_server((HOST, 0))
     ours, theirs = socket.socketpair()
-    all_keys = {ENCRYPTED: KeyPair.new(), CLEAR: None}
+    all_keys = {name: ExchangeKeys.new(encrypted=name == ENCRYPTED) for name in (ENCRYPTED, CLEAR)}
     child = os.fork()
     # See exchange.run.
     torch.ones(31 * limits.MIB, dtype=torch.uint8)

@@ -31,6 +31,7 @@ import torch
 import zmq
 
 from ..distributed import limits
+from ..distributed.auth import ExchangeKeys
 from ..distributed.exchange import Exchange
 from ..distributed.exchange_group import host_store, join_group
 from ..distributed.exchange_link import ExchangeListener, join_as_driver
@@ -140,6 +141,7 @@ def _rate(tokens: int, taken: list[float]) -> float:
 def run(gpus: bool, rounds: int) -> dict[str, Any]:
     listening = socket.create_server((HOST, 0))
     ours, theirs = socket.socketpair()
+    keys = ExchangeKeys.new(encrypted=False)
     child = os.fork()
     rank = 0 if child else 1
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
@@ -151,10 +153,10 @@ def run(gpus: bool, rounds: int) -> dict[str, Any]:
     if rank == 0:
         sock, _ = listening.accept()
         lanes_port, store_port = json.loads(ours.recv(100))
-        lanes = join_as_driver([None, (HOST, lanes_port)], SECRET, None)
+        lanes = join_as_driver([None, (HOST, lanes_port)], SECRET, keys)
     else:
         sock = socket.create_connection(listening.getsockname())
-        listener, store = ExchangeListener([HOST], 0, None), host_store(HOST)
+        listener, store = ExchangeListener([HOST], 0, keys), host_store(HOST)
         store_port = store.port
         theirs.sendall(json.dumps([listener.port, store_port]).encode())
         lanes = listener.join(1, [None, (HOST, listener.port)], SECRET, lambda: None)

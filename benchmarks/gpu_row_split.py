@@ -42,7 +42,7 @@ ROWS = 2
 def serve() -> None:
     """The worker process: prints its port, serves until it is ended."""
     from ..distributed.auth import own_identity
-    from ..distributed.files import FileCache
+    from ..distributed.file_cache import FileCache
     from ..distributed.worker import Worker, run_until_stopped
 
     cache = FileCache(Path("unused"))

@@ -15,6 +15,7 @@ import runpy
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ def measure(other: OtherProcess, name: str, engine: str, overlap: str, repeats: 
                 shared += timed(lambda: run.forward(model, args, kwargs), 1)
                 waiting.append(report.waiting - before)
             link = run.link
+            kernels = {
+                "alone": kernel_seconds(lambda: model(*args, **kwargs)),
+                "split": kernel_seconds(lambda: run.forward(model, args, kwargs)),
+            }
     ratios = [a / s for a, s in zip(alone, shared, strict=True)]
     return {
         "model": SHAPES[name].label,
@@ -83,6 +88,7 @@ def measure(other: OtherProcess, name: str, engine: str, overlap: str, repeats: 
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "waiting_s": statistics.median(waiting),
+        "kernel_s": kernels,
         "exchanges": volume.operations,
         "exchanged_bytes": volume.bytes,
         "link": None if link is None else dataclasses.asdict(link),
@@ -93,6 +99,27 @@ def measure(other: OtherProcess, name: str, engine: str, overlap: str, repeats: 
         "parts": report.tokens,
         "notes": report.events + report.reasons,
     }
+
+
+# What GPU kernels are for, by what their names hold, the first that fits.
+KERNELS = {
+    "exchange": ("nccl",),
+    "attention": ("flash", "fmha", "attention"),
+    "matrix products": ("nvjet", "gemm", "xmma", "cutlass"),
+    "copies": ("memcpy", "copy", "Cat"),
+}
+
+
+def kernel_seconds(forward: Callable[[], Any]) -> dict[str, float]:
+    """Seconds that this GPU's kernels took in one forward, by what they are for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        forward()
+        torch.cuda.synchronize()
+    seconds = dict.fromkeys((*KERNELS, "all else"), 0.0)
+    for event in profile.key_averages():
+        purpose = next((p for p, names in KERNELS.items() if any(name in event.key for name in names)), "all else")
+        seconds[purpose] += event.self_device_time_total / 1e6
+    return seconds
 
 
 def main() -> None:

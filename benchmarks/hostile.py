@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..distributed import limits
+from ..distributed.auth import KeyPair
 from ..distributed.codec import DTYPES, Kept, chunk_prefix, encode
 from ..distributed.messages import Kind, Message
 from ..distributed.recipe import Recipe, tensor_digest
@@ -66,7 +67,7 @@ def valid_messages(recipe: Recipe) -> list[tuple[Kind, dict[str, Any]]]:
         (Kind.FILE_END, {"digest": "0" * 64}),
         (Kind.FORWARD, forward),
         (Kind.FORWARD, {**forward, "tokens": plan}),
-        (Kind.EXCHANGE_OPEN, {"store": False, "secret": None}),
+        (Kind.EXCHANGE_OPEN, {"store": False, "secret": KeyPair.new().secret.decode(), "encrypted": False}),
         (Kind.EXCHANGE_JOIN, join),
         (Kind.ABANDON, {"number": 3}),
         (Kind.ECHO, {"data": torch.zeros(10, dtype=torch.uint8), "bytes": 1000}),

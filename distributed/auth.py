@@ -61,6 +61,21 @@ class ChannelKeys:
 
 
 @dataclass(frozen=True)
+class ExchangeKeys:
+    """What the ranks of one exchange have and nobody else, made by the driver for it alone.
+
+    encrypted: all they say is, with this pair; else the pair's secret is only what each has to show before it is heard.
+    """
+
+    pair: KeyPair
+    encrypted: bool
+
+    @classmethod
+    def new(cls, *, encrypted: bool) -> ExchangeKeys:
+        return cls(KeyPair.new(), encrypted)
+
+
+@dataclass(frozen=True)
 class KnownWorker:
     """How to reach a worker: by which keys (None: in the clear, for measurements), and at which addresses besides."""
 

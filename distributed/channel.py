@@ -18,6 +18,7 @@ from . import limits
 from .auth import DOMAIN, ChannelKeys, KeyPair
 from .codec import Encoded, PartialMessage, ProtocolError, chunk_prefix, parse_chunk_prefix
 from .messages import Kind, Message
+from .receive_buffers import ReceiveBuffers
 
 # What names a session, in front of the number of each of its lanes.
 SESSION_BYTES = 8
@@ -100,6 +101,7 @@ class Assembler:
     def __init__(self, allowed: frozenset[Kind], max_bytes: int = limits.MAX_MESSAGE_BYTES) -> None:
         self._allowed = allowed
         self._max_bytes = max_bytes
+        self._buffers = ReceiveBuffers()
         self._pending: deque[PartialMessage] = deque()
         self._pending_bytes = 0
         self._early: dict[int, list[tuple[int, int, memoryview]]] = {}
@@ -121,7 +123,7 @@ class Assembler:
         if not self._max_bytes and frames[0].nbytes > limits.MAX_HELLO_BYTES:
             raise ProtocolError("a greeting is too long")
         room = max(0, limits.MAX_PENDING_BYTES - self._pending_bytes)
-        partial = PartialMessage(frames, self._allowed, min(self._max_bytes, room))
+        partial = PartialMessage(frames, self._allowed, min(self._max_bytes, room), self._buffers.take)
         if partial.number <= self._last_number:
             raise ProtocolError("messages came out of order")
         self._last_number = partial.number

@@ -47,14 +47,20 @@ class Cluster:
     allow_version_mismatch: bool = False
     # Where machines differ in what they can compute natively: "exact" has all compute alike, "speed" each its fastest.
     prefer: str = "exact"
-    # Whether the cable between the machines is private, so that tokens may cross it in the clear.
+    # Whether the cable to a worker is private, so that tokens may cross it in the clear: of those that `links` does not
+    # say it of.
     trusted_link: bool = False
+    links: tuple[tuple[Address, bool], ...] = ()
     # What tokens are exchanged over: one of EXCHANGES.
     exchange: str = "auto"
     # Whether attention begins before the others' tokens are here: one of OVERLAPS.
     overlap: str = "auto"
     # Whether tokens are exchanged in fewer bytes than they have: one of COMPRESSIONS.
     compress: str = "off"
+
+    def trusts(self, worker: Address) -> bool:
+        """Whether tokens may cross the link to this worker in the clear."""
+        return dict(self.links).get(worker, self.trusted_link)
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,7 @@ def load_configuration(path: Path | None = None) -> Configuration:
     tables = data.get("clusters", {})
     if not isinstance(default, str) or not isinstance(tables, dict):
         raise ConfigurationError(f'{file}: "default" is a name and "clusters" a table; see the README for an example.')
-    unknown = sorted(set(data) - {"default", "clusters"})
-    if unknown:
-        raise ConfigurationError(f"{file}: unknown settings: {', '.join(unknown)}; a cluster is [clusters.<name>].")
+    _refuse_unknown(data, {"default", "clusters"}, f"{file} has", "; a cluster is a table [clusters.<name>]")
     clusters = {name: _cluster(file, name, table) for name, table in tables.items()}
     return Configuration(file, True, default, clusters)
 
@@ -111,12 +115,7 @@ def _cluster(file: Path, name: str, table: Any) -> Cluster:
     known = {"workers", "allow_version_mismatch", "prefer", "trusted_link", "exchange", "overlap", "compress"}
     if not isinstance(table, dict) or not isinstance(table.get("workers", []), list):
         raise ConfigurationError(f'{file}: cluster {name!r} needs a list, such as workers = ["127.0.0.1:7690"].')
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise ConfigurationError(
-            f"{file}: cluster {name!r} has unknown settings: {', '.join(unknown)} "
-            f"(it may have: {', '.join(sorted(known))})."
-        )
+    _refuse_unknown(table, known, f"{file}: cluster {name!r} has")
     flags = {key: table.get(key, False) for key in ("allow_version_mismatch", "trusted_link")}
     for key, value in flags.items():
         if not isinstance(value, bool):
@@ -129,11 +128,33 @@ def _cluster(file: Path, name: str, table: Any) -> Cluster:
             raise ConfigurationError(f"{file}: {key} of cluster {name!r} is one of {listed}.")
     if "workers" not in table:
         return Cluster(name, _paired_workers(file), **chosen, **flags)
+    listed = [_worker(file, name, entry) for entry in table["workers"]]
+    links = tuple((address, trusted) for address, trusted in listed if trusted is not None)
+    return Cluster(name, tuple(address for address, _ in listed), links=links, **chosen, **flags)
+
+
+def _worker(file: Path, name: str, entry: Any) -> tuple[Address, bool | None]:
+    """A worker's address, and whether its link is trusted; None if that is not said of it alone."""
+    table = entry if isinstance(entry, dict) else {"address": entry}
+    _refuse_unknown(table, {"address", "trusted_link"}, f"{file}: a worker of cluster {name!r} has")
+    if "address" not in table:
+        raise ConfigurationError(f'{file}: a worker of cluster {name!r} needs an address = "host:port".')
     try:
-        workers = tuple(parse_address(item) for item in table["workers"])
+        address = parse_address(table["address"])
     except AddressError as error:
         raise ConfigurationError(f"{file}: {error}") from None
-    return Cluster(name, workers, **chosen, **flags)
+    trusted = table.get("trusted_link")
+    if not isinstance(trusted, bool | None):
+        raise ConfigurationError(f"{file}: trusted_link of the worker {address} is true or false.")
+    return address, trusted
+
+
+def _refuse_unknown(table: dict[str, Any], known: set[str], who: str, more: str = "") -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"{who} unknown settings: {', '.join(unknown)} (it may have: {', '.join(sorted(known))}{more})."
+        )
 
 
 def _paired_workers(file: Path) -> tuple[Address, ...]:

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +77,20 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 DTYPES: dict[str, torch.dtype] = _dtypes()
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SCALARS = frozenset({type(None), bool, int, float, str})
 # libzmq allocates a large frame's memory behind a header of its own.
 _FRAME_ALIGNMENT = 8
 _KINDS = {int(kind): kind for kind in Kind}
 _encode_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _decode_json = json.JSONDecoder().raw_decode
+
+
+# bytes -> an uninitialised CPU tensor [bytes] of uint8
+Allocate = Callable[[int], torch.Tensor]
+
+
+def new_memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -105,12 +114,12 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def empty_tensor(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
-    """A new CPU tensor for `spec` and a writable view of its bytes. Raises ProtocolError if torch cannot make it."""
+def empty_tensor(spec: TensorSpec, allocate: Allocate = new_memory) -> tuple[torch.Tensor, memoryview]:
+    """A CPU tensor for `spec` and a writable view of its bytes. Raises ProtocolError if torch cannot make it."""
     try:
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=spec.dtype), memoryview(bytearray())
-        storage = torch.empty(spec.nbytes, dtype=torch.uint8)
+        storage = allocate(spec.nbytes)
         return storage.view(spec.dtype).reshape(spec.shape), storage.numpy().data
     except RuntimeError as error:  # no memory, or an empty shape whose strides overflow
         raise ProtocolError(f"a tensor of {spec.nbytes} bytes and shape {spec.shape} cannot be made here") from error
@@ -128,35 +137,59 @@ def _received(spec: TensorSpec, frame: memoryview) -> torch.Tensor:
 # JSON has no tuples, tensors or dtypes: they become an object with one key that starts with "~".
 
 
-def _pack(value: Any, tensors: list[torch.Tensor], path: str, depth: int = 0) -> Any:
+class _CannotTravel(Exception):
+    """A value of a tree cannot be packed; its argument says why."""
+
+
+def _pack(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
     if depth > limits.MAX_TREE_DEPTH:
-        raise NotPlainData(path, value, "nested too deeply to be sent")
-    if value is None or isinstance(value, (bool, int, float, str)):
+        raise _CannotTravel("nested too deeply to be sent")
+    if type(value) in _SCALARS:
         return value
     if isinstance(value, torch.Tensor):
         if not _can_travel(value):
-            raise NotPlainData(path, value, f"of a kind ({value.dtype}, {value.layout}) that cannot be sent")
+            raise _CannotTravel(f"of a kind ({value.dtype}, {value.layout}) that cannot be sent")
         tensors.append(value)
         return {"~t": len(tensors) - 1}
+    if type(value) is list:
+        return [_pack(item, tensors, depth + 1) for item in value]
+    if type(value) is tuple:
+        return {"~u": [_pack(item, tensors, depth + 1) for item in value]}
+    if isinstance(value, dict):
+        if all(_is_name(key) for key in value):
+            return {key: _pack(item, tensors, depth + 1) for key, item in value.items()}
+        items = value.items()
+        return {"~d": [[_pack(key, tensors, depth + 1), _pack(item, tensors, depth + 1)] for key, item in items]}
     if isinstance(value, Kept):
         return {"~k": value.name}
     if isinstance(value, torch.dtype) and value in _DTYPE_NAMES:
         return {"~y": _DTYPE_NAMES[value]}
     if isinstance(value, torch.Size):
         return {"~z": list(value)}
-    if type(value) is list:
-        return [_pack(item, tensors, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"~u": [_pack(item, tensors, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
-    if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("~") for key in value):
-            return {key: _pack(item, tensors, f"{path}.{key}", depth + 1) for key, item in value.items()}
-        pairs = [
-            [_pack(key, tensors, path, depth + 1), _pack(item, tensors, f"{path}[{key!r}]", depth + 1)]
-            for key, item in value.items()
-        ]
-        return {"~d": pairs}
-    raise NotPlainData(path, value)
+    if isinstance(value, (int, float, str)):
+        return value
+    raise _CannotTravel("which is not plain data")
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("~")
+
+
+def _culprit(value: Any, path: str, why: str, depth: int = 0) -> NotPlainData:
+    """What stands in the way of packing `value`. Found only then, so that no forward pays for spelling out paths."""
+    items: list[tuple[str, Any]] = []
+    if type(value) in (list, tuple):
+        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    elif isinstance(value, dict):
+        named = all(_is_name(key) for key in value)
+        items = [(path, key) for key in value]
+        items += [(f"{path}.{key}" if named else f"{path}[{key!r}]", item) for key, item in value.items()]
+    for where, item in items if depth <= limits.MAX_TREE_DEPTH else ():
+        try:
+            _pack(item, [], depth + 1)
+        except _CannotTravel as error:
+            return _culprit(item, where, str(error), depth + 1)
+    return NotPlainData(path, value, why)
 
 
 def _can_travel(tensor: torch.Tensor) -> bool:
@@ -196,7 +229,10 @@ def _unpack(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
 def pack_plain(value: Any, path: str) -> tuple[Any, list[torch.Tensor]]:
     """`value` as JSON data, and the tensors in it; nothing is copied. Raises NotPlainData for what cannot travel."""
     tensors: list[torch.Tensor] = []
-    return _pack(value, tensors, path), tensors
+    try:
+        return _pack(value, tensors), tensors
+    except _CannotTravel as error:
+        raise _culprit(value, path, str(error)) from None
 
 
 def replace_kept(value: Any, kept: Mapping[int | str, torch.Tensor], *, copy: bool = False) -> Any:
@@ -264,9 +300,16 @@ class PartialMessage:
     """A message whose header was read and whose chunks are still coming in."""
 
     def __init__(
-        self, frames: list[memoryview], allowed: frozenset[Kind], max_bytes: int = limits.MAX_MESSAGE_BYTES
+        self,
+        frames: list[memoryview],
+        allowed: frozenset[Kind],
+        max_bytes: int = limits.MAX_MESSAGE_BYTES,
+        allocate: Allocate = new_memory,
     ) -> None:
-        """Check `frames` of the control lane and allocate at most `max_bytes` of tensors. Raises ProtocolError."""
+        """Check `frames` of the control lane and allocate at most `max_bytes` of tensors. Raises ProtocolError.
+
+        allocate: gives the memory of tensors that come in chunks.
+        """
         self.kind, self.number = _read_prefix(frames[0], allowed)
         header = bytes(frames[0][_PREFIX.size :])
         read = _read_repeated_header if len(header) <= limits.REPEATED_HEADER_BYTES else _read_header
@@ -284,7 +327,7 @@ class PartialMessage:
             if spec.inline:
                 self._tensors.append(_received(spec, next(inline)))
             else:
-                tensor, view = empty_tensor(spec)
+                tensor, view = empty_tensor(spec, allocate)
                 self._tensors.append(tensor)
                 self._missing[index] = (view, set())
                 self._missing_bytes += spec.nbytes

@@ -2,7 +2,8 @@
 
 Every worker listens behind one port; each rank connects to the ranks above it, so that nobody connects to the driver.
 All ranks of an exchange have one key pair, which the driver made for it and told each over its own channel: only who
-has it can connect (CURVE) and read what is said. Over a link that the user trusts, an exchange goes without.
+has it can connect and read what is said (CURVE). Over a link that the user trusts, its secret is a password (PLAIN) and
+what is said is in the clear.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from . import limits
-from .auth import ChannelKeys, KeyPair
+from .admission import RanksOnly
+from .auth import DOMAIN, ChannelKeys, ExchangeKeys
 from .channel import bind, configure, endpoint, show_key
 from .exchange import ExchangeFailed
 from .exchange_lanes import Lane, LaneExchange
 
 _GREETING = b"exchange"
+_USERNAME = b"rank"
 # A rank that is joined sooner sends at most a tiny operation and waits.
 _MAX_ARRIVED = 256
 _MAX_LEFT = 65_536
@@ -28,19 +31,22 @@ SECRET_BYTES = 32
 
 
 class ExchangeListener:
-    """A worker's port for exchanges. Used by one thread at a time; lives as long as the worker."""
+    """A worker's port for exchanges that have these keys. Used by one thread at a time."""
 
-    def __init__(self, hosts: Sequence[str], port: int, keys: KeyPair | None) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, keys: ExchangeKeys) -> None:
         """Listen on `port`, or on any free one if it is taken. Raises zmq.ZMQError if a host cannot be bound."""
         self.keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
+        self._admission = RanksOnly(self._context, keys)
         self._sock = self._context.socket(zmq.ROUTER)
-        configure(self._sock)
-        self._sock.set(zmq.SNDHWM, 0)
-        if keys is not None:
-            # Nobody can begin to talk to a server whose public key they lack, and nobody else is told this one.
+        _configure(self._sock)
+        if keys.encrypted:
             self._sock.set(zmq.CURVE_SERVER, 1)
-            self._sock.set(zmq.CURVE_SECRETKEY, keys.secret)
+            self._sock.set(zmq.CURVE_SECRETKEY, keys.pair.secret)
+        else:
+            self._sock.set(zmq.PLAIN_SERVER, 1)
+        self._sock.set(zmq.ZAP_DOMAIN, DOMAIN)
+        self._sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         try:
             try:
                 self.port = bind(self._sock, hosts, port)
@@ -52,6 +58,7 @@ class ExchangeListener:
 
     def close(self) -> None:
         self._sock.close(linger=0)
+        self._admission.close()
         self._context.term()
 
     def join(
@@ -89,7 +96,7 @@ class ExchangeListener:
         return arrived
 
 
-def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: KeyPair | None) -> LaneExchange:
+def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: ExchangeKeys) -> LaneExchange:
     """Connect rank 0 to the workers at `addresses`, whose first entry is None. Connecting goes on in the background.
 
     keys: those that the workers' listeners were opened with.
@@ -99,7 +106,7 @@ def join_as_driver(addresses: Sequence[tuple[str, int] | None], secret: bytes, k
 
 
 def _connect(
-    rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: KeyPair | None
+    rank: int, addresses: Sequence[tuple[str, int] | None], secret: bytes, keys: ExchangeKeys
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], dict[int, list[Lane]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=limits.EXCHANGE_LANES)
     lanes: dict[int, list[Lane]] = {}
@@ -109,11 +116,12 @@ def _connect(
             raise ExchangeFailed("a machine of the token split has no address")
         for lane in range(limits.EXCHANGE_LANES):
             sock = context.socket(zmq.DEALER)
-            configure(sock)
-            # What waits to be sent is the caller's own memory; a limit would only let two ranks wait for each other.
-            sock.set(zmq.SNDHWM, 0)
-            if keys is not None:
-                show_key(sock, ChannelKeys(keys, keys.public))
+            _configure(sock)
+            if keys.encrypted:
+                show_key(sock, ChannelKeys(keys.pair, keys.pair.public))
+            else:
+                sock.set(zmq.PLAIN_USERNAME, _USERNAME)
+                sock.set(zmq.PLAIN_PASSWORD, keys.pair.secret)
             sock.set(zmq.IDENTITY, _identity(secret, rank, lane))
             # Each lane has an I/O thread of its own.
             sock.set(zmq.AFFINITY, 1 << lane)
@@ -121,6 +129,13 @@ def _connect(
             sock.send(_GREETING)
             lanes.setdefault(peer, []).append(Lane(sock))
     return context, lanes
+
+
+def _configure(sock: zmq.Socket[bytes]) -> None:
+    configure(sock)
+    # What waits to be sent is the caller's own memory; a limit would only let two ranks wait for each other.
+    sock.set(zmq.SNDHWM, 0)
+    sock.set(zmq.MAXMSGSIZE, limits.EXCHANGE_CHUNK_BYTES + 1024)
 
 
 def _connect_lane(sock: zmq.Socket[bytes], address: str) -> None:

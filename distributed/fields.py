@@ -21,7 +21,7 @@ FIELDS: dict[Kind, dict[str, tuple[type, ...]]] = {
     Kind.FILE_CHUNK: {"offset": (int,), "data": (torch.Tensor,)},
     Kind.FILE_END: {"digest": (str,)},
     Kind.FORWARD: {"args": (list,), "kwargs": (dict,), "keep": (dict,), "drop": (list,), "tokens": (dict, _NONE)},
-    Kind.EXCHANGE_OPEN: {"store": (bool,), "secret": (str, _NONE)},
+    Kind.EXCHANGE_OPEN: {"store": (bool,), "secret": (str,), "encrypted": (bool,)},
     Kind.EXCHANGE_JOIN: {
         "engine": (str,),
         "rank": (int,),

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,12 +25,27 @@ class ContentHash:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1, "monarch-hash")
-        self._latest: Future[None] | None = None
+        self._latest: Future[Any] | None = None
+        self._closed = False
 
     def update(self, data: memoryview | bytes) -> None:
         """Add the next bytes, which must not change before the next call."""
         self._wait()
         self._latest = self._thread.submit(self._hash.update, data)
+
+    def read(self, file: BinaryIO, length: int) -> Future[bool]:
+        """Add the next `length` bytes of a file. Returns at once; the result is whether there were so many."""
+        self._wait()
+
+        def work() -> bool:
+            left = length
+            while left > 0 and not self._closed and (block := file.read(min(left, limits.FILE_CHUNK_BYTES))):
+                self._hash.update(block)
+                left -= len(block)
+            return left == 0
+
+        self._latest = future = self._thread.submit(work)
+        return future
 
     def hexdigest(self) -> str:
         """Of all that was added."""
@@ -37,8 +53,10 @@ class ContentHash:
         return self._hash.hexdigest()
 
     def restart(self) -> None:
-        """Forget what was added."""
-        self._wait()
+        """Forget what was added, and whatever went wrong with that."""
+        if self._latest is not None:
+            self._latest.exception()
+            self._latest = None
         self._hash = hashlib.sha256()
 
     def __enter__(self) -> ContentHash:
@@ -48,7 +66,8 @@ class ContentHash:
         self.close()
 
     def close(self) -> None:
-        """End the thread; no more can be added."""
+        """End the thread, in the middle of a file if it reads one; no more can be added."""
+        self._closed = True
         self._thread.shutdown()
 
     def _wait(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from . import limits
 from .addresses import is_loopback
-from .auth import KeyPair
+from .auth import ExchangeKeys
 from .cluster import ENGINES, LANES
 from .codec import ProtocolError
 from .exchange import Exchange
@@ -78,7 +78,7 @@ def join(
     check: Callable[[], None],
     *,
     listener: ExchangeListener | None = None,
-    keys: KeyPair | None = None,
+    keys: ExchangeKeys | None = None,
 ) -> Exchange:
     """Join the other ranks. Raises ExchangeFailed if they do not come together.
 
@@ -90,5 +90,7 @@ def join(
         size = len(invitation.addresses)
         return join_group(invitation.engine, invitation.rank, size, *invitation.store, invitation.secret, device, check)
     if listener is None:
+        if keys is None:
+            raise ProtocolError("an exchange was asked for without its keys")
         return join_as_driver(invitation.addresses, invitation.secret, keys)
     return listener.join(invitation.rank, invitation.addresses, invitation.secret, check)

@@ -77,6 +77,11 @@ class Jobs:
                 self._runtime.interrupt(True)
         self._queue.put(session)
 
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs are done."""
+        return self._count == 0
+
     def cancelled(self, session: bytes) -> bool:
         """Whether the jobs of `session` are to stop."""
         with self._lock:

@@ -51,7 +51,7 @@ class Ledger:
         """Whether to go on splitting, as far as `auto` decides that; notes why not."""
         if self._report.mode != "auto" or plan.pays(costs, size, DRIVER):
             return True
-        self._report.add_reason(costs.verdict)
+        self._report.add_choice(costs.verdict)
         return False
 
     def wants_measure_alone(self, costs: Costs) -> bool:
@@ -76,7 +76,7 @@ class Ledger:
         costs.record_split(seconds)
         alone = costs.alone_estimate(size, DRIVER)
         if not split:
-            self._report.add_reason("the workers are too slow to get a share")
+            self._report.add_choice("the workers are too slow to get a share")
         elif alone is not None:
             self._report.split_seconds += seconds
             self._report.alone_seconds += alone

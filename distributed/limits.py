@@ -36,6 +36,8 @@ CHUNK_BYTES = MIB // 2
 # Tensors up to this size travel inside their message: gathering chunks from the lanes would cost more than it saves.
 INLINE_BYTES = MIB // 2
 SOCKET_BUFFER_BYTES = 4 * MIB
+# Memory that a channel keeps to receive large tensors in.
+RECEIVE_BUFFER_BYTES = 256 * MIB
 # Chunks of messages whose header has not arrived yet (lanes are separate connections, so they can overtake it).
 MAX_EARLY_CHUNK_BYTES = 1 * GIB
 # Messages that are not complete yet, all of them together.
@@ -44,6 +46,9 @@ MAX_PENDING_BYTES = 2 * MAX_MESSAGE_BYTES
 KEEPING_BYTES = 8 * 1024
 LANE_QUEUE_MESSAGES = 512
 POLL_SECONDS = 0.05
+# The same where the next share or its result is due: caches that have not gone cold save a tenth of a millisecond or
+# two, and waking so often takes a few per cent of a core.
+ALERT_POLL_SECONDS = 0.002
 CLOSE_LINGER_SECONDS = 0.25
 
 # Exchange of tokens (token split): its own lanes, behind the port after the worker's own.

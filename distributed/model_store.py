@@ -65,6 +65,10 @@ class ComfyRuntime:
             "unified": "yes" if unified else "",
             "free": free,
             "driver": _driver_version() if device.type == "cuda" else "",
+            "total_bytes": str(int(memory)),
+            "free_bytes": str(int(self._model_management.get_free_memory(device))),
+            # By the beginning of each file's digest: a driver knows the names of its own files.
+            "holds": " ".join(dict.fromkeys(digest[:12] for digest, _ in list(self._models))),
         }
 
     @staticmethod

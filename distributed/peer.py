@@ -15,7 +15,7 @@ import torch
 
 from . import limits
 from .addresses import Address
-from .auth import AuthError, KeyPair, KnownWorker, known_worker
+from .auth import AuthError, ExchangeKeys, KnownWorker, known_worker
 from .channel import ChannelLost
 from .codec import Kept, NotPlainData
 from .driver_channel import DriverChannel
@@ -83,6 +83,8 @@ class Peer:
         self.versions: Versions | None = None
         self.device: dict[str, str] = {}
         self.free_bytes: dict[str, int] = {}
+        # Of whatever it did since a greeting had it begin anew: the most memory (bytes), and what loading took (ms).
+        self.usage: dict[str, int] = {}
         self.ready = False
         self._address = address
         self._worker_at = worker_at
@@ -109,8 +111,11 @@ class Peer:
 
     # --- greeting and preparing ---------------------------------------------------------------------------------
 
-    def connect(self, versions: Versions, *, allow_mismatch: bool) -> list[str]:
-        """Greet the worker. Returns warnings; raises PeerFailed if it cannot serve this driver."""
+    def connect(self, versions: Versions, *, allow_mismatch: bool, begin_usage: bool = False) -> list[str]:
+        """Greet the worker. Returns warnings; raises PeerFailed if it cannot serve this driver.
+
+        begin_usage: have it count its `usage` anew from now on.
+        """
         try:
             known = self._worker_at(self._address)
             self.addresses = (self._address, *known.others)
@@ -121,7 +126,8 @@ class Peer:
             raise PeerFailed(str(error)) from None
         accepted = time.monotonic()
         try:
-            number = self._channel.send(Kind.HELLO, {"lanes": self._channel.lanes, **versions.as_dict()})
+            hello = {"lanes": self._channel.lanes, "begin_usage": begin_usage, **versions.as_dict()}
+            number = self._channel.send(Kind.HELLO, hello)
             answer = self._wait(number, timeout=limits.HELLO_TIMEOUT)
         except (ChannelLost, TimeoutError) as error:
             # A frozen worker and another program look alike here: the system accepts, and then there is silence.
@@ -138,7 +144,8 @@ class Peer:
         self.worker_id = str(answer.body.get("worker_id"))
         self.versions = Versions.from_message(answer.body)
         self.device = {str(key): str(value)[:200] for key, value in _mapping(answer.body.get("device")).items()}
-        self.free_bytes = {key: size for key, size in _mapping(answer.body.get("free")).items() if type(size) is int}
+        self.free_bytes = _integers(answer.body.get("free"))
+        self.usage = _integers(answer.body.get("usage"))
         self.emulated = frozenset(self.device.get("emulates", "").split())
         refusal, warnings = mismatch(versions, self.versions, self.name)
         if refusal and not allow_mismatch:
@@ -260,7 +267,7 @@ class Peer:
 
     def finish(self, ticket: int) -> Share:
         """Wait for the output of a share, however long the worker computes. Raises PeerFailed."""
-        answer = self._wait_or_fail(ticket)
+        answer = self._wait_or_fail(ticket, poll=limits.ALERT_POLL_SECONDS)
         if answer.kind is not Kind.RESULT:
             raise PeerFailed(f"{self.name}: {answer.body.get('reason')}")
         output, seconds = answer.body.get("output"), _duration(answer.body.get("seconds"))
@@ -271,14 +278,13 @@ class Peer:
 
     # --- token splits -------------------------------------------------------------------------------------------
 
-    def open_exchange(self, *, store: bool, keys: KeyPair | None) -> ExchangeOffer:
-        """Where the worker can be met for a token split, with a `store` for process groups.
+    def open_exchange(self, *, store: bool, keys: ExchangeKeys) -> ExchangeOffer:
+        """Where the worker can be met by all ranks, which have these keys, with a `store` for process groups.
 
-        keys: that its lanes are to be encrypted with, the same for all ranks; None for lanes in the clear.
         Raises ExchangeFailed if the worker cannot be met, PeerFailed if it is gone.
         """
-        secret = None if keys is None else keys.secret.decode()
-        answer = self._wait_or_fail(self.ask(Kind.EXCHANGE_OPEN, {"store": store, "secret": secret}))
+        body = {"store": store, "secret": keys.pair.secret.decode(), "encrypted": keys.encrypted}
+        answer = self._wait_or_fail(self.ask(Kind.EXCHANGE_OPEN, body))
         if answer.kind is not Kind.EXCHANGE:
             # It can still compute rows.
             raise ExchangeFailed(f"{self.name}: {answer.body.get('reason')}")
@@ -363,13 +369,15 @@ class Peer:
             raise PeerFailed(f"{self.address} is not connected")
         return self._channel
 
-    def _wait_or_fail(self, number: int) -> Message:
+    def _wait_or_fail(self, number: int, *, poll: float = limits.POLL_SECONDS) -> Message:
         try:
-            return self._wait(number)
+            return self._wait(number, poll=poll)
         except ChannelLost as error:
             raise PeerFailed(f"{self.name}: {error}") from None
 
-    def _wait(self, number: int, *, or_for: int = 0, timeout: float | None = None) -> Message:
+    def _wait(
+        self, number: int, *, or_for: int = 0, timeout: float | None = None, poll: float = limits.POLL_SECONDS
+    ) -> Message:
         """The answer for message `number`, or for `or_for` if that comes first."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while number not in self._answers:
@@ -378,7 +386,7 @@ class Peer:
             self._check()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError
-            self._collect(limits.POLL_SECONDS)
+            self._collect(poll)
         return self._take_answer(number)
 
     def _take_answer(self, number: int) -> Message:
@@ -412,6 +420,10 @@ def _duration(value: Any) -> float | None:
 
 def _mapping(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _integers(value: Any) -> dict[str, int]:
+    return {str(key): number for key, number in _mapping(value).items() if type(number) is int}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,11 @@ class Peers:
         self._gone: set[str] = set()
         self._failures: Counter[str] = Counter()
 
+    @property
+    def members(self) -> tuple[Peer, ...]:
+        """Those that take part, or will once they have loaded the model; may be asked from any thread."""
+        return tuple(self._peers)
+
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._peers
 
@@ -121,7 +126,7 @@ class Peers:
         elif problem is not None:
             same = next((other for other in self._peers if other.worker_id == problem.worker_id), None)
             if same is None:
-                self._report.add_event(str(problem))
+                self._report.add_failure(str(problem))
             else:
                 self._joining.give_up(arrival.address)
                 self._report.add_event(
@@ -175,7 +180,7 @@ class Peers:
         try:
             yield
         except PeerFailed as error:
-            self._report.add_event(str(error))
+            self._report.add_failure(str(error))
             self.release(peer, cancel=True, again=not error.final)
 
     def release(self, peer: Peer, *, cancel: bool, again: bool = True) -> None:

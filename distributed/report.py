@@ -38,15 +38,34 @@ class Report:
     split_seconds: float = 0.0
     alone_seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
+    # Those of the reasons for which nothing but `auto` decided against splitting.
+    choices: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    # Those of the events that cost the run a worker, for a while at least.
+    failures: list[str] = field(default_factory=list)
 
     def add_reason(self, reason: str) -> None:
         """Why forwards ran on the driver alone."""
         _add(self.reasons, reason)
 
+    def add_choice(self, reason: str) -> None:
+        """Why `auto` ran forwards on the driver alone that could have been split."""
+        _add(self.reasons, reason)
+        _add(self.choices, reason)
+
+    @property
+    def hindrances(self) -> list[str]:
+        """Why forwards could not be split."""
+        return [reason for reason in self.reasons if reason not in self.choices]
+
     def add_event(self, event: str) -> None:
         """Something that happened to a worker during the run."""
         _add(self.events, event)
+
+    def add_failure(self, event: str) -> None:
+        """Why a worker was missing, or dropped out."""
+        _add(self.events, event)
+        _add(self.failures, event)
 
     def add_traffic(self, sent: int, received: int) -> None:
         """Bytes that went to workers and came from them."""

@@ -13,7 +13,7 @@ import zmq
 
 from .addresses import Address
 from .auth import AuthError, Pairings, own_identity
-from .files import FileCache
+from .file_cache import FileCache
 from .folders import default_cache_folder
 from .jobs import say
 from .pairing import announced, issue_code

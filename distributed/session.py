@@ -83,6 +83,11 @@ class Session:
         return self._tokens.tokens.link if self._tokens is not None else None
 
     @property
+    def workers(self) -> tuple[Peer, ...]:
+        """Those that take part, or will once they have loaded the model; may be asked from any thread."""
+        return self._peers.members
+
+    @property
     def splits_tokens(self) -> bool:
         """Whether a forward of a single row can be shared out, too."""
         return self._tokens is not None and self._tokens.tokens.refused is None

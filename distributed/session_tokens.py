@@ -192,7 +192,7 @@ class ByTokens:
                 f"a token split would not be faster over this link: {link.rate / 1e9:.2g} GB/s for "
                 f"{costs.swapped_bytes / 1e9:.2g} GB per forward, which takes {costs.alone or at_most:.2g} s here"
             )
-            self._report.add_reason(costs.verdict)
+            self._report.add_choice(costs.verdict)
         return False
 
     def _split(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> TokenForward | None:
@@ -227,7 +227,7 @@ class ByTokens:
         try:
             yield
         except PeerLost as lost:
-            self._report.add_event(str(lost))
+            self._report.add_failure(str(lost))
             self.tokens.close()
             self._peers.release(lost.peer, cancel=True)
         except ExchangeFailed as error:

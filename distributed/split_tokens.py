@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import limits
-from .auth import KeyPair
+from .auth import ExchangeKeys
 from .channel import ChannelLost, reach
 from .cluster import LANES, Cluster
 from .codec import pack_plain
@@ -114,7 +114,7 @@ class TokenRun:
         self._split: TokenSplit | None = None
         self._joined: list[Peer] = []
         # What its lanes are encrypted with.
-        self._keys: KeyPair | None = None
+        self._keys: ExchangeKeys | None = None
         self.compress = cluster.compress != "off"
         self.link: Link | None = None
         # Of exchanges that are closed.
@@ -161,7 +161,7 @@ class TokenRun:
     def _join_best(self, device: torch.device) -> Link:
         """Join by the engine that was the fastest in an earlier run, or try all that are possible."""
         backends = self._backends(device)
-        self._keys = None if self._private else KeyPair.new()
+        self._keys = ExchangeKeys.new(encrypted=not self._private)
         offers = []
         for peer in self._joined:
             with _of(peer):
@@ -187,9 +187,12 @@ class TokenRun:
 
     @property
     def _private(self) -> bool:
-        """Whether tokens may cross the link between the machines in the clear."""
+        """Whether tokens may cross the links between all these machines in the clear."""
         # The loopback may be the end of a tunnel; a worker with this user's own key is on this machine.
-        return self._cluster.trusted_link or all(peer.is_own and peer.addresses[0].is_loopback for peer in self._joined)
+        return all(
+            self._cluster.trusts(peer.addresses[0]) or (peer.is_own and peer.addresses[0].is_loopback)
+            for peer in self._joined
+        )
 
     def _backends(self, device: torch.device) -> tuple[str, ...]:
         """Process groups that may be used: tokens cross them in the clear, between ports that ask nobody's name."""

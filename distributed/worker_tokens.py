@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .auth import KeyPair
+from .auth import ExchangeKeys
 from .codec import ProtocolError
 from .exchange import Exchange, probe
 from .exchange_group import available_backends, host_store
@@ -29,11 +29,8 @@ class TokenRank:
         self._exchange: Exchange | None = None
         self._split: TokenSplit | None = None
 
-    def open(self, replica: Replica | None, *, store: bool, keys: KeyPair | None) -> dict[str, Any]:
-        """Where the other ranks can meet this one, and by what; with a `store` where process groups come together.
-
-        keys: which all ranks of this exchange have; None for one in the clear.
-        """
+    def open(self, replica: Replica | None, *, store: bool, keys: ExchangeKeys) -> dict[str, Any]:
+        """Where ranks with these keys can meet this one, and by what; with a `store` where process groups meet."""
         # The others may greet before their invitation is read here: what closes an exchange later would drop that.
         self.leave()
         if replica is None:

@@ -47,6 +47,35 @@ def forge() -> Any:
 
 
 @pytest.fixture
+def worker(forge: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of the test's own, which this process knows nothing of yet; the port after its own is free."""
+    from monarch_split.tests.driving import forget
+    from monarch_split.tests.network_proxy import port_with_a_neighbour
+    from monarch_split.tests.worker_process import ended
+
+    forget(monkeypatch)
+    made = forge.worker(port=port_with_a_neighbour())
+    with ended(made):
+        yield made
+
+
+@pytest.fixture
+def even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See driving.equal_shares."""
+    from monarch_split.tests.driving import equal_shares
+
+    equal_shares(monkeypatch)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a tiny model takes many chunks."""
+    from monarch_split.distributed import limits
+
+    monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 64 * 1024)
+
+
+@pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three workers that this process knows nothing of yet, with equal shares."""
     from monarch_split.tests.driving import equal_shares, three_workers
@@ -58,6 +87,22 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def addresses(workers: Any) -> list[str]:
     return [worker.address for worker in workers]
+
+
+@pytest.fixture
+def ranks() -> Any:
+    """ranks(count) -> so many ranks of an exchange, each a process; they end with the test."""
+    from monarch_split.tests.exchange_ranks import nursery
+
+    made: list[Any] = []
+
+    def make(count: int) -> list[Any]:
+        made.extend(nursery().rank() for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for rank in made:
+        rank.kill()
 
 
 @pytest.fixture

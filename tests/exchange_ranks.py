@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 import torch
 
-from monarch_split.distributed.auth import KeyPair
+from monarch_split.distributed.auth import ExchangeKeys, KeyPair
 from monarch_split.distributed.exchange import Exchange
 from monarch_split.distributed.exchange_group import host_store, join_group
 from monarch_split.distributed.exchange_link import ExchangeListener, join_as_driver
@@ -36,8 +36,9 @@ from monarch_split.distributed.layout import Span
 
 BOUND = 30.0
 HOST = "127.0.0.1"
-# What all ranks of these tests encrypt their lanes with.
-KEYS = KeyPair.of_secret(b"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6")
+# Of all exchanges of these tests.
+PAIR = KeyPair.of_secret(b"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6")
+KEYS, CLEAR = ExchangeKeys(PAIR, encrypted=True), ExchangeKeys(PAIR, encrypted=False)
 _UNTOUCHED = 0x55
 
 
@@ -70,6 +71,11 @@ class Operation:
                     buffer[start:stop] = tensor[start:stop]
             buffers.append(buffer)
         return buffers
+
+
+TWO_STREAMS = [[(0, 2), (5, 9)], [(2, 5), (9, 13)]]
+SMALL = Operation([((13, 3, 5), torch.float32)], TWO_STREAMS)
+LARGE = Operation([((1001, 1153), torch.float32), ((1001, 7), torch.bfloat16)], [[(0, 377)], [(377, 1001)]])
 
 
 class Outcome(NamedTuple):
@@ -145,7 +151,7 @@ def nursery() -> Nursery:
 
 
 def connect(engine: str, ranks: Sequence[Rank]) -> None:
-    """Join these ranks by `engine`: "lanes", "gloo" or "nccl", or "lanes cuda" for tensors on GPUs."""
+    """Join these ranks by `engine`: "lanes", "lanes in the clear", "lanes cuda" (tensors on GPUs), "gloo" or "nccl"."""
     ports = meet(engine, ranks)
     secret = os.urandom(32)
     for number, rank in enumerate(ranks):
@@ -155,10 +161,23 @@ def connect(engine: str, ranks: Sequence[Rank]) -> None:
         assert outcome.error is None, outcome.error
 
 
+def both(ranks: list[Rank], command: str, *arguments: object) -> list[object]:
+    """What the ranks answer to a command that they do together."""
+    for rank in ranks:
+        rank.start(command, *arguments)
+    outcomes = [rank.outcome() for rank in ranks]
+    assert [outcome.error for outcome in outcomes] == [None] * len(ranks)
+    return [outcome.value for outcome in outcomes]
+
+
 def meet(engine: str, ranks: Sequence[Rank]) -> list[int | None]:
     """Let the workers listen. Returns the port of every rank."""
     hosts = ranks[1:] if engine.startswith("lanes") else ranks[1:2]
     return [None, *(rank.ask("listen", engine) for rank in hosts)]
+
+
+def _keys(engine: str) -> ExchangeKeys:
+    return CLEAR if engine == "lanes in the clear" else KEYS
 
 
 class _Served:
@@ -185,7 +204,10 @@ class _Served:
         return Outcome(value, error, time.monotonic() - began)
 
     def listen(self, engine: str) -> int:
-        listener = ExchangeListener([HOST], 0, KEYS) if engine.startswith("lanes") else host_store(HOST)
+        former = self._listeners.pop(engine, None)
+        if isinstance(former, ExchangeListener):
+            former.close()
+        listener = ExchangeListener([HOST], 0, _keys(engine)) if engine.startswith("lanes") else host_store(HOST)
         self._listeners[engine] = listener
         return listener.port
 
@@ -198,7 +220,7 @@ class _Served:
         else:
             addresses = [None if port is None else (HOST, port) for port in ports]
             if rank == 0:
-                self._exchange = join_as_driver(addresses, secret, KEYS)
+                self._exchange = join_as_driver(addresses, secret, _keys(engine))
             else:
                 self._exchange = self._listeners[engine].join(rank, addresses, secret, self._check)
         self.exchange.check = self._check
@@ -252,6 +274,10 @@ class _Served:
 
     def counts(self) -> dict[str, float]:
         return {name: getattr(self.exchange, name) for name in ("sent_bytes", "received_bytes", "waiting")}
+
+    def resident(self) -> int:
+        """Bytes of this process in memory."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def resources(self) -> tuple[int, int]:
         """(open file descriptors, threads)."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
+import mmap
 import os
 import random
 import runpy
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,31 +50,56 @@ def make_device() -> int:
     return tun
 
 
-@contextlib.contextmanager
-def losing(tun: int, part: float, delay: float) -> Iterator[None]:
-    """Send packets back from a process of its own: it loses that part of them and holds the others for so long."""
-    pid = os.fork()
-    if pid == 0:
-        _send_back(tun, part, delay)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+class Lossy:
+    """How the network is: a process of its own sends packets back as it is told."""
 
+    _SETTING = struct.Struct("ddI")
+    _LOST = struct.Struct("I")
 
-def _send_back(tun: int, part: float, delay: float) -> None:
-    dice = random.Random(1)
-    waiting: deque[tuple[float, bytes]] = deque()
-    while True:
-        timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        if select.select([tun], [], [], timeout)[0]:
-            packet = os.read(tun, _MTU)
-            if packet[0] >> 4 == 4 and dice.random() >= part:
-                back = packet[:12] + packet[16:20] + packet[12:16] + packet[20:]
-                waiting.append((time.monotonic() + delay, back))
-        while waiting and waiting[0][0] <= time.monotonic():
-            os.write(tun, waiting.popleft()[1])
+    def __init__(self, tun: int) -> None:
+        self._shared = mmap.mmap(-1, self._SETTING.size + self._LOST.size)
+        self._times = 0
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._send_back(tun)
+
+    def be(self, part: float = 0.0, delay: float = 0.0) -> None:
+        """From now on lose that part of the packets, the next one among them, and hold the others for so long."""
+        self._times += 1
+        self._SETTING.pack_into(self._shared, 0, part, delay, self._times)
+
+    @property
+    def lost(self) -> int:
+        """Packets so far."""
+        return self._LOST.unpack_from(self._shared, self._SETTING.size)[0]
+
+    def __enter__(self) -> Lossy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def _send_back(self, tun: int) -> None:
+        dice = random.Random(1)
+        waiting: deque[tuple[float, bytes]] = deque()
+        lost, last = 0, 0
+        while True:
+            timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            if select.select([tun], [], [], timeout)[0]:
+                packet = os.read(tun, _MTU)
+                part, delay, times = self._SETTING.unpack_from(self._shared, 0)
+                if packet[0] >> 4 != 4:
+                    continue
+                if part and (times != last or dice.random() < part):
+                    lost += 1
+                    self._LOST.pack_into(self._shared, self._SETTING.size, lost)
+                else:
+                    back = packet[:12] + packet[16:20] + packet[12:16] + packet[20:]
+                    waiting.append((time.monotonic() + delay, back))
+                last = times
+            while waiting and waiting[0][0] <= time.monotonic():
+                os.write(tun, waiting.popleft()[1])
 
 
 def _runs(tun: int) -> dict[str, Any]:
@@ -82,27 +109,45 @@ def _runs(tun: int) -> dict[str, Any]:
     from monarch_split.demo.reference_runtime import write_reference_model
     from monarch_split.distributed.addresses import Address
     from monarch_split.distributed.auth import Paired, Pairings, own_identity
+    from monarch_split.distributed.report import Report
     from monarch_split.tests.driving import make_model, render
+    from monarch_split.tests.faults import POINTS, STEPS, Point
     from monarch_split.tests.network_proxy import network_to, port_with_a_neighbour
-    from monarch_split.tests.worker_process import ended, shared_forge
+    from monarch_split.tests.worker_process import Worker, ended, shared_forge
 
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = write_reference_model(TINY, Path(folder) / "tiny.safetensors")
+    found: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def worker_beyond() -> Iterator[tuple[Worker, str]]:
+        """A worker without the file, and its address beyond the lossy network."""
         worker = shared_forge().worker(port=port_with_a_neighbour())
-        Pairings.add_worker(Paired("w", own_identity().public, (Address(FAR, worker.port),)))
+        address = Address(FAR, worker.port)
+        Pairings.add_worker(Paired("w", own_identity().public, (address,)))
         with ended(worker), network_to(worker.port, NEAR):
+            yield worker, str(address)
+
+    def note(name: str, run: Callable[[], tuple[float, Report]], steps: int) -> None:
+        before = network.lost
+        worst, report = run()
+        network.be()
+        found[name] = {**report.as_dict(), "worst": worst, "forwards": steps, "lost": network.lost - before}
+
+    with tempfile.TemporaryDirectory() as folder, Lossy(tun) as network:
+        recipe, model = write_reference_model(TINY, Path(folder) / "tiny.safetensors"), make_model()
+        with worker_beyond() as (_, address):
             for name, part, delay, mode, steps in (
                 ("1 % loss, rows", 0.01, 0.0, "rows", 6),
                 ("1 % loss, tokens", 0.01, 0.0, "tokens", 4),
                 ("500 ms, rows", 0.0, 0.25, "rows", 3),
+                ("between runs", 0.01, 0.0, "rows", STEPS),
             ):
-                with losing(tun, part, delay):
-                    cfg = 4.0 if mode == "rows" else 1.0
-                    worst, report = render(
-                        [f"{FAR}:{worker.port}"], recipe, make_model(), mode=mode, steps=steps, cfg=cfg
-                    )
-                found[name] = {"worst": worst, "steps": steps, **report.as_dict()}
+                network.be(part, delay)
+                how: dict[str, Any] = {"mode": mode, "steps": steps, "cfg": 4.0 if mode == "rows" else 1.0}
+                note(name, functools.partial(render, [address], recipe, model, **how), steps)
+        for at in POINTS:
+            with worker_beyond() as (worker, address):
+                point = Point(at, worker, lambda: network.be(0.01))
+                note(at, functools.partial(point.run, recipe, model, address=address, busy=0.3), STEPS)
     return found
 
 

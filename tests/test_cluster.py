@@ -66,6 +66,26 @@ def test_paired_workers_are_used_where_the_file_lists_none(file: Path) -> None:
     assert load_configuration().cluster().workers == ()
 
 
+@pytest.mark.parametrize(("for_all", "trusted"), [("true", [True, False, True]), ("false", [False, False, True])])
+def test_a_worker_s_own_link_is_trusted_or_not_whatever_is_said_of_all(
+    file: Path, for_all: str, trusted: list[bool]
+) -> None:
+    file.write_text(
+        "[clusters.default]\n"
+        f"trusted_link = {for_all}\n"
+        "workers = [\n"
+        '  "10.0.0.2",\n'
+        '  { address = "10.0.0.3", trusted_link = false },\n'
+        '  { address = "10.0.0.4:7777", trusted_link = true },\n'
+        "]\n"
+    )
+    cluster = load_configuration().cluster()
+    assert [str(worker) for worker in cluster.workers] == ["10.0.0.2:7690", "10.0.0.3:7690", "10.0.0.4:7777"]
+    assert [cluster.trusts(worker) for worker in cluster.workers] == trusted
+    # Of a worker that the list does not name, what is said of all holds.
+    assert cluster.trusts(Address("10.0.0.9", 7690)) is (for_all == "true")
+
+
 def test_a_file_with_a_windows_signature_is_read(file: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
     assert len(load_configuration().cluster().workers) == 3
@@ -90,7 +110,17 @@ def test_a_cluster_that_is_not_there_is_an_error_that_names_those_that_are(file:
         ('[clusters.a]\nworkers = []\nallow_version_mismatch = "yes"', "true or false"),
         ('[clusters.a]\nworkers = []\nprefer = "fast"', 'one of "exact", "speed"'),
         ("[clusters.a]\nworkers = []\ncompress = true", 'one of "off", "fp8"'),
-        ('[cluster.default]\nworkers = ["10.0.0.2"]', "unknown settings: cluster"),
+        (
+            '[cluster.default]\nworkers = ["10.0.0.2"]',
+            r"has unknown settings: cluster \(it may have: clusters, default; a cluster is a table \[clusters\.<name>",
+        ),
+        (
+            '[[clusters.a.workers]]\naddress = "h"\ntrusted = true',
+            r"a worker of cluster 'a' has unknown settings: trusted \(it may have: address, trusted_link\)",
+        ),
+        ("[[clusters.a.workers]]\ntrusted_link = true", "needs an address"),
+        ('[[clusters.a.workers]]\naddress = "h"\ntrusted_link = "yes"', "worker h:7690 is true or false"),
+        ('[[clusters.a.workers]]\naddress = "x:y"', "'x:y' is not an address"),
         ("default = 3", "is a name"),
         ("clusters = 3", "a table"),
     ],

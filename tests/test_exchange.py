@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from monarch_split.demo.reference import ReferenceConfig
 from monarch_split.demo.reference_runtime import LOADER, ReferenceRuntime, write_reference_model
 from monarch_split.distributed import limits
-from monarch_split.distributed.auth import ChannelKeys, KeyPair
-from monarch_split.distributed.channel import show_key
+from monarch_split.distributed.auth import ExchangeKeys
+from monarch_split.distributed.doctor.patience import within
 from monarch_split.distributed.exchange import probe
 from monarch_split.distributed.exchange_group import available_backends
 from monarch_split.distributed.exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
 from monarch_split.distributed.invitation import Invitation
 from monarch_split.distributed.worker_tokens import TokenRank
-from monarch_split.tests.exchange_ranks import HOST, KEYS, Operation, Rank, connect, meet, nursery
+from monarch_split.tests.exchange_ranks import (
+    CLEAR,
+    HOST,
+    KEYS,
+    LARGE,
+    SMALL,
+    TWO_STREAMS,
+    Operation,
+    Rank,
+    both,
+    connect,
+    meet,
+)
 from monarch_split.tests.worker_process import until
 
-ENGINES = ["lanes", "gloo"]
+ENGINES = ["lanes", "lanes in the clear", "gloo"]
 if torch.cuda.device_count() > 0:
     ENGINES.append("lanes cuda")
 if torch.cuda.device_count() > 1:
@@ -36,9 +45,6 @@ if torch.cuda.device_count() > 1:
 # Seconds until a rank's `check` ends its wait, and within which it then has to be over.
 PATIENCE, ENDED = 0.5, 2.0
 
-TWO_STREAMS = [[(0, 2), (5, 9)], [(2, 5), (9, 13)]]
-SMALL = Operation([((13, 3, 5), torch.float32)], TWO_STREAMS)
-LARGE = Operation([((1001, 1153), torch.float32), ((1001, 7), torch.bfloat16)], [[(0, 377)], [(377, 1001)]])
 OPERATIONS = {
     "two streams": SMALL,
     "several buffers": Operation(
@@ -53,28 +59,6 @@ OPERATIONS = {
     "tokens without channels": Operation([((5, 0), torch.float32)], [[(0, 2)], [(2, 5)]]),
     "not all is exchanged": Operation([((9, 2), torch.float32)], [[(1, 3)], [(5, 8)]]),
 }
-
-
-@pytest.fixture
-def ranks() -> Iterator[Callable[[int], list[Rank]]]:
-    made: list[Rank] = []
-
-    def make(count: int) -> list[Rank]:
-        made.extend(nursery().rank() for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for rank in made:
-        rank.kill()
-
-
-def both(ranks: list[Rank], command: str, *arguments: object) -> list[object]:
-    """What the ranks answer to a command that they do together."""
-    for rank in ranks:
-        rank.start(command, *arguments)
-    outcomes = [rank.outcome() for rank in ranks]
-    assert [outcome.error for outcome in outcomes] == [None] * len(ranks)
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -243,9 +227,9 @@ def test_joining_ends_when_the_rank_with_the_store_is_gone(
     assert outcome.seconds < ENDED
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["clear", "encrypted"])
+@pytest.mark.parametrize("keys", [CLEAR, KEYS], ids=["clear", "encrypted"])
 def test_a_driver_may_greet_a_worker_before_the_invitation_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: KeyPair | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: ExchangeKeys
 ) -> None:
     monkeypatch.setattr(limits, "EXCHANGE_JOIN_TIMEOUT", 2.0)
     file = tmp_path / "tiny.safetensors"
@@ -272,17 +256,6 @@ def test_a_driver_may_greet_a_worker_before_the_invitation_is_read(
         rank.close()
 
 
-def within(seconds: float) -> Callable[[], None]:
-    """A check that raises TimeoutError once they are over."""
-    deadline = time.monotonic() + seconds
-
-    def check() -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-
-    return check
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_joining_over_and_over_leaves_nothing_behind(engine: str, ranks: Callable[[int], list[Rank]]) -> None:
     pair = ranks(2)
@@ -307,78 +280,6 @@ def at_most(used: tuple[int, int], most: tuple[int, int]) -> bool:
     return all(now <= then for now, then in zip(used, most, strict=True))
 
 
-GARBAGE = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", random.Random(5).randbytes(100_000), b""]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_garbage_at_the_port_changes_nothing(engine: str, ranks: Callable[[int], list[Rank]]) -> None:
-    pair = ranks(2)
-    ports = meet(engine, pair)
-    strangers = [socket.create_connection((HOST, ports[1] or 0)) for _ in range(6)]
-    for stranger, data in zip(strangers, 2 * GARBAGE, strict=True):
-        stranger.sendall(data)
-    secret = os.urandom(32)
-    for number, rank in enumerate(pair):
-        rank.start("join", engine, number, 2, ports, secret)
-    assert [rank.outcome().error for rank in pair] == [None, None]
-    both(pair, "begin", 1)
-    assert both(pair, "all_gather", LARGE, 1) == [True, True]
-    for stranger in strangers:
-        stranger.close()
-    assert both(pair, "all_gather", LARGE, 2) == [True, True]
-
-
-def test_messages_of_a_stranger_are_not_taken_for_a_rank_s(ranks: Callable[[int], list[Rank]]) -> None:
-    pair = ranks(2)
-    ports = meet("lanes", pair)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.set(zmq.LINGER, 0)
-        stranger.set(zmq.IDENTITY, b"X" + bytes(31))
-        show_key(stranger, ChannelKeys(KEYS, KEYS.public))
-        stranger.connect(f"tcp://{HOST}:{ports[1]}")
-
-        def intrude() -> None:
-            for forward, operation, chunk in ((1, 1, 0), (1, 2, 0), (2, 1, 0)):
-                header = forward.to_bytes(8, "little") + operation.to_bytes(4, "little") + chunk.to_bytes(4, "little")
-                stranger.send_multipart([header, bytes(6 * 60)])
-            stranger.send(b"exchange")
-            stranger.send_multipart([b""] * 5)
-
-        intrude()
-        secret = os.urandom(32)
-        for number, rank in enumerate(pair):
-            rank.start("join", "lanes", number, 2, ports, secret)
-        assert [rank.outcome().error for rank in pair] == [None, None]
-        both(pair, "begin", 1)
-        for seed in (1, 2, 3):
-            intrude()
-            assert both(pair, "all_gather", SMALL, seed) == [True, True]
-
-
-def test_a_flood_of_a_stranger_s_messages_does_not_keep_a_rank_from_looking_at_check(
-    ranks: Callable[[int], list[Rank]],
-) -> None:
-    pair = ranks(2)
-    ports = meet("lanes", pair)
-    secret = os.urandom(32)
-    for number, rank in enumerate(pair):
-        rank.start("join", "lanes", number, 2, ports, secret)
-    assert [rank.outcome().error for rank in pair] == [None, None]
-    both(pair, "begin", 1)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.set(zmq.LINGER, 0)
-        show_key(stranger, ChannelKeys(KEYS, KEYS.public))
-        stranger.connect(f"tcp://{HOST}:{ports[1]}")
-        pair[1].start("all_gather", SMALL, 1, patience=PATIENCE)
-        flooding = True
-        while flooding:
-            stranger.send_multipart([bytes(16), b"x"])
-            flooding = not pair[1].answered()
-    outcome = pair[1].outcome()
-    assert outcome.error == "Gone: "
-    assert outcome.seconds < ENDED
-
-
 def test_backends_are_offered_for_the_devices_they_work_on() -> None:
     assert available_backends(torch.device("cpu")) == ("gloo",)
     assert available_backends(torch.device("meta")) == ()
@@ -386,8 +287,8 @@ def test_backends_are_offered_for_the_devices_they_work_on() -> None:
 
 
 def test_a_port_that_is_taken_is_replaced_by_a_free_one() -> None:
-    first = ExchangeListener([HOST], 0, None)
-    second = ExchangeListener([HOST], first.port, None)
+    first = ExchangeListener([HOST], 0, CLEAR)
+    second = ExchangeListener([HOST], first.port, CLEAR)
     try:
         assert second.port != first.port
     finally:

@@ -21,8 +21,9 @@ import torch
 
 from monarch_split.distributed import files, limits
 from monarch_split.distributed.codec import ProtocolError
+from monarch_split.distributed.file_cache import FileCache, IncomingFile
 from monarch_split.distributed.file_content import ContentHash, read_chunks
-from monarch_split.distributed.files import FileCache, FileRef, IncomingFile, file_digest
+from monarch_split.distributed.files import FileRef, file_digest
 
 
 def write(path: Path, nbytes: int = 1000, seed: int = 0, metadata: str = "") -> Path:
@@ -36,10 +37,16 @@ def ref_of(path: Path) -> FileRef:
 
 
 def transfer(cache: FileCache, path: Path, ref: FileRef | None = None) -> Path:
-    incoming = cache.receive(ref or ref_of(path))
+    incoming = begun(cache, ref or ref_of(path))
     for offset, chunk in read_chunks(path):
         incoming.write(offset, memoryview(chunk))
     return incoming.finish(content_digest(path))
+
+
+def begun(cache: FileCache, ref: FileRef) -> IncomingFile:
+    incoming = cache.receive(ref)
+    assert incoming.ready(patience=10)
+    return incoming
 
 
 def content_digest(path: Path) -> str:
@@ -62,8 +69,8 @@ def test_a_file_in_the_cache_is_read_once_and_remembered_once(
     cache: FileCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []
-    stock = files._sampled_digest
-    monkeypatch.setattr(files, "_sampled_digest", lambda path, size: reads.append(path) or stock(path, size))
+    stock = files.sampled_digest
+    monkeypatch.setattr(files, "sampled_digest", lambda path, size: reads.append(path) or stock(path, size))
     path = write(tmp_path / "a.safetensors")
     ref = ref_of(path)
     held = transfer(cache, path)
@@ -210,7 +217,7 @@ def test_a_name_with_dots_stays_in_the_folder(tmp_path: Path, cache: FileCache) 
 
 def _begin(tmp_path: Path, cache: FileCache) -> tuple[IncomingFile, bytes]:
     path = write(tmp_path / "model")
-    return cache.receive(ref_of(path)), path.read_bytes()
+    return begun(cache, ref_of(path)), path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -286,7 +293,7 @@ def test_a_transfer_that_was_left_goes_on_where_it_was(tmp_path: Path, cache: Fi
     incoming, content = _begin(tmp_path, cache)
     incoming.write(0, memoryview(content[:700]))
     incoming.leave()
-    incoming = cache.receive(incoming.ref)
+    incoming = begun(cache, incoming.ref)
     assert incoming.received == 700
     incoming.write(700, memoryview(content[700:]))
     received = incoming.finish(hashlib.sha256(content).hexdigest())
@@ -338,12 +345,14 @@ _FULL_DISK = """
 import resource, runpy, signal, sys
 from pathlib import Path
 runpy.run_path(sys.argv[1])["load_pack"]()
-from monarch_split.distributed.files import FileCache, FileRef
+from monarch_split.distributed.file_cache import FileCache
+from monarch_split.distributed.files import FileRef
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 cache = FileCache(Path(sys.argv[2]))
 for step, chunk in ((50_000, 50_000), (99_999, 4_096)):
     incoming = cache.receive(FileRef(None, "model", 150_000, "a" * 40))
+    incoming.ready(patience=10)
     try:
         for offset in range(0, 150_000, chunk):
             incoming.write(offset, memoryview(bytes(min(chunk, 150_000 - offset))))
@@ -353,6 +362,7 @@ for step, chunk in ((50_000, 50_000), (99_999, 4_096)):
         print("full" if error.errno else "damaged")
         incoming.discard()
 incoming = cache.receive(FileRef(None, "model", 100_001, "a" * 40))
+incoming.ready(patience=10)
 incoming.write(0, memoryview(bytes(99_999)))
 incoming.write(99_999, memoryview(bytes(2)))  # stays in the buffer until the file is closed
 try:

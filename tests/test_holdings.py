@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,18 +12,10 @@ from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import holdings, peers
 from monarch_split.distributed.holdings import Holdings
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import forget, open_session, render, sample_once
+from monarch_split.tests.driving import open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    forget(monkeypatch)
-    made = forge.worker()
-    with ended(made):
-        yield made
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from monarch_split.benchmarks.hostile import valid_messages
 from monarch_split.demo.reference_runtime import ReferenceRuntime
 from monarch_split.distributed import jobs, limits
 from monarch_split.distributed.addresses import Address
-from monarch_split.distributed.auth import AuthError, KeyPair, Paired, Pairings
+from monarch_split.distributed.auth import AuthError, ExchangeKeys, KeyPair, Paired, Pairings
 from monarch_split.distributed.channel import Assembler
 from monarch_split.distributed.codec import Kept, PartialMessage, ProtocolError, chunk_prefix, parse_chunk_prefix
 from monarch_split.distributed.fields import FIELDS, check_fields
-from monarch_split.distributed.files import FileCache, FileRef, file_digest
+from monarch_split.distributed.file_cache import FileCache
+from monarch_split.distributed.files import FileRef, file_digest
 from monarch_split.distributed.folders import configuration_folder
 from monarch_split.distributed.invitation import Invitation
 from monarch_split.distributed.jobs import Job, Jobs
@@ -216,7 +217,7 @@ class TestTokenRanks:
     def test_a_driver_elsewhere_cannot_have_it_connect_to_its_own_services(self, replica: Any) -> None:
         rank = TokenRank([HERE], 0)
         try:
-            rank.open(replica, store=False, keys=None)
+            rank.open(replica, store=False, keys=ExchangeKeys.new(encrypted=False))
             body = {**JOIN, "addresses": [None, ("192.0.2.7", 7691), (HERE, 22)], "number": 1}
             with pytest.raises(ProtocolError, match="connect to itself"):
                 rank.join(body, replica, lambda: None, local=False)
@@ -226,7 +227,7 @@ class TestTokenRanks:
     def test_nothing_listens_once_the_driver_is_gone(self, replica: Any) -> None:
         rank = TokenRank([HERE], 0)
         try:
-            port = rank.open(replica, store=True, keys=KeyPair.new())["port"]
+            port = rank.open(replica, store=True, keys=ExchangeKeys.new(encrypted=True))["port"]
             socket.create_connection((HERE, port)).close()
             rank.forget()
             with pytest.raises(ConnectionRefusedError):

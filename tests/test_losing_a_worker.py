@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,74 +12,25 @@ import torch
 from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, open_session, render
+from monarch_split.distributed.report import Report
+from monarch_split.tests.driving import SAME, Stopped, open_session, render
+from monarch_split.tests.faults import POINTS, Point
 from monarch_split.tests.worker_process import Forge, Worker, ended
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.usefixtures("even_shares", "small_chunks"),
+]
 
 # Silence is noticed within two seconds; the rest is for a busy machine.
 NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 4.0
 
 
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    forget(monkeypatch)
-    equal_shares(monkeypatch)
-    # Small, so that the model's file takes many chunks.
-    monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 64 * 1024)
-    made = forge.worker()
-    with ended(made):
-        yield made
-
-
-class Point:
-    """Strikes a worker once, when a run gets to a certain point."""
-
-    def __init__(self, at: str, worker: Worker, strike: Callable[[], Any]) -> None:
-        self._at, self._worker, self._strike = at, worker, strike
-        self.struck_at: float | None = None
-
-    def _now(self, at: str) -> None:
-        if at == self._at and self.struck_at is None:
-            self._strike()
-            self.struck_at = time.monotonic()
-
-    def check(self) -> None:
-        """Called in every wait for the worker; the first is for its greeting."""
-        self._now("connect")
-        if self._at == "build" and self._worker.reached("build"):
-            self._now("build")
-        if self._at == "forward" and self._worker.reached("forward"):
-            self._now("forward")
-
-    def progress(self, done: int, total: int) -> None:
-        assert 0 <= done <= total
-        self._now("file")
-
-    def on_step(self, step: int) -> None:
-        if step == 2:
-            self._now("between forwards")
-
-
-POINTS = ["connect", "file", "build", "forward", "between forwards"]
-
-
-def _struck_run(point: Point, at: str, worker: Worker, recipe: Recipe, model: ReferenceDiT) -> tuple[float, Any]:
-    """A run of four forwards that is struck at its point: (seconds from there to its end, report)."""
-    if at == "build":
-        worker.behave(build=20)
-    if at == "forward":
-        worker.behave(slow=20)
-    if at != "file":
-        # Once the worker has the file, the points are what the run waits for most.
-        with_file = worker.cache / f"{recipe.file.digest}.safetensors"
-        with_file.write_bytes(recipe.path.read_bytes())
-    worst, report = render(
-        [worker.address], recipe, model, steps=4, check=point.check, progress=point.progress, on_step=point.on_step
-    )
+def _struck_run(point: Point, recipe: Recipe, model: ReferenceDiT) -> tuple[float, Report]:
+    """A run that is struck at its point: (seconds from there to its end, report)."""
+    worst, report = point.run(recipe, model)
     assert worst <= SAME
-    assert report.forwards == 4
-    assert point.struck_at is not None, f"the run never got to {at}"
+    assert point.struck_at is not None
     return time.monotonic() - point.struck_at, report
 
 
@@ -90,7 +39,7 @@ def test_a_worker_killed_in_a_run_costs_one_forward(
     forge: Forge, worker: Worker, recipe: Recipe, model: ReferenceDiT, at: str
 ) -> None:
     point = Point(at, worker, worker.kill)
-    seconds, report = _struck_run(point, at, worker, recipe, model)
+    seconds, report = _struck_run(point, recipe, model)
     assert seconds < NOTICED
     assert report.forwards_split == (1 if at == "between forwards" else 0)
     # While it is being connected to, a worker that dies is no different from another program.
@@ -110,7 +59,7 @@ def test_a_worker_frozen_in_a_run_costs_one_forward_and_serves_again_once_it_tha
     worker: Worker, recipe: Recipe, model: ReferenceDiT, at: str
 ) -> None:
     point = Point(at, worker, worker.freeze)
-    seconds, report = _struck_run(point, at, worker, recipe, model)
+    seconds, report = _struck_run(point, recipe, model)
     assert seconds < NOTICED
     assert report.forwards_split == (1 if at == "between forwards" else 0)
     assert worker.address in report.line()

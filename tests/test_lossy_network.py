@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from monarch_split.tests.driving import SAME
+from monarch_split.tests.faults import POINTS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,5 +41,15 @@ def runs() -> dict[str, Any]:
 def test_a_bad_network_is_no_loss(runs: dict[str, Any], fault: str) -> None:
     run = runs[fault]
     assert run["worst"] <= SAME
-    assert run["forwards_split"] >= run["steps"] - 1, run["line"]
+    assert run["forwards_split"] >= run["forwards"] - 1, run["line"]
     assert not run["events"], run["line"]
+    assert ("loss" in fault) == (run["lost"] > 0)
+
+
+@pytest.mark.parametrize("at", [*POINTS, "between runs"])
+def test_lost_packets_from_any_point_of_a_run_on_are_no_loss(runs: dict[str, Any], at: str) -> None:
+    run = runs[at]
+    assert run["worst"] <= SAME
+    assert run["forwards_split"] >= run["forwards"] - 1, run["line"]
+    assert not run["events"], run["line"]
+    assert run["lost"] > 0

@@ -18,7 +18,7 @@ from monarch_split.demo.reference_runtime import ReferenceRuntime
 from monarch_split.distributed import limits, peers
 from monarch_split.distributed.auth import KnownWorker, own_identity
 from monarch_split.distributed.exchange_lanes import LaneExchange
-from monarch_split.distributed.files import FileCache
+from monarch_split.distributed.file_cache import FileCache
 from monarch_split.distributed.peer import Peer
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.split_tokens import TokenRun

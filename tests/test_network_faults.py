@@ -1,6 +1,7 @@
 """A network that is cut, half cut, slow or reset: the render is right, and silence is noticed within two seconds.
 
-Real workers behind a proxy that breaks what goes through it.
+Real workers behind a proxy that breaks what goes through it, at each point of a run and between runs. Lost packets are
+test_lossy_network's business, workers that die or freeze test_losing_a_worker's.
 """
 
 from __future__ import annotations
@@ -9,32 +10,28 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
+from monarch_split.distributed.report import Report
 from monarch_split.tests.driving import SAME, equal_shares, forget, open_session, render, sample_once
+from monarch_split.tests.faults import POINTS, STEPS, Point
 from monarch_split.tests.network_proxy import TO_DRIVER, TO_WORKER, NetworkProxy, network_to, port_with_a_neighbour
 from monarch_split.tests.worker_process import Forge, Worker, ended
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("even_shares", "small_chunks"),
+]
 
 # Silence is noticed within two seconds; the rest is for a busy machine.
 NOTICED = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT + 4.0
 SPLITS = pytest.mark.parametrize(("mode", "cfg"), [("rows", 4.0), ("tokens", 1.0)], ids=["rows", "tokens"])
-
-
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    forget(monkeypatch)
-    equal_shares(monkeypatch)
-    # Small, so that the model's file takes many chunks.
-    monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 64 * 1024)
-    made = forge.worker(port=port_with_a_neighbour())
-    with ended(made):
-        yield made
 
 
 @pytest.fixture
@@ -97,6 +94,42 @@ def test_faults_in_a_run_are_noticed_and_cost_one_forward(
         for network in networks.values():
             network.heal()
         _all_share_again([network.address for network in networks.values()], recipe, model)
+
+
+@pytest.mark.parametrize("at", ["connect", "between runs"])
+def test_faults_before_a_run_has_its_workers_leave_it_to_this_machine(
+    forge: Forge, recipe: Recipe, model: ReferenceDiT, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    forget(monkeypatch)
+    with contextlib.ExitStack() as stack:
+        networks = {}
+        for fault in FAULTS:
+            each = stack.enter_context(_ended(forge.worker(fault, port=port_with_a_neighbour())))
+            networks[fault] = stack.enter_context(network_to(each.port))
+        addresses = [network.address for network in networks.values()]
+        struck: list[float] = []
+
+        def strike() -> None:
+            if not struck:
+                for fault, network in networks.items():
+                    FAULTS[fault](network)
+                struck.append(time.monotonic())
+
+        if at == "between runs":
+            assert render(addresses, recipe, model, batch=3)[1].forwards_split == 2
+            strike()
+        began = time.monotonic()
+        worst, report = render(addresses, recipe, model, batch=3, check=strike)
+        # An answer to the first word is waited for a little longer than for a sign of life.
+        assert time.monotonic() - began < max(NOTICED, limits.HELLO_TIMEOUT + 3)
+        assert worst <= SAME
+        assert struck
+        for fault, network in networks.items():
+            # Nothing keeps one from being reached whose connections were reset.
+            said = [event for event in report.events if network.address in event and "the render went on" not in event]
+            assert len(said) == 1 or (fault == "reset" and not said), report.events
+            network.heal()
+        _all_share_again(addresses, recipe, model)
 
 
 @contextlib.contextmanager
@@ -195,6 +228,41 @@ def test_a_worker_whose_driver_vanished_serves_the_next(
         while not split:
             assert time.monotonic() < deadline
             split = render([worker.address], recipe, model)[1].forwards_split
+
+
+@pytest.fixture(scope="module")
+def delayed_runs(forge: Forge, recipe: Recipe, model: ReferenceDiT) -> dict[str, tuple[float, Report]]:
+    """{point: (largest difference, report)} of runs in which half a second is added there and back from that point on.
+
+    All at once: what takes time is the delay.
+    """
+
+    def run(at: str, worker: Worker) -> tuple[float, Report]:
+        with ended(worker), network_to(worker.port) as network:
+            if at in POINTS:
+                point = Point(at, worker, lambda: network.delay(0.5))
+                return point.run(recipe, model, address=network.address, busy=0.5)
+            render([network.address], recipe, model)
+            network.delay(0.5)
+            return render([network.address], recipe, model, steps=STEPS)
+
+    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(len(POINTS) + 1) as threads:
+        forget(monkeypatch)
+        equal_shares(monkeypatch)
+        monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 64 * 1024)
+        workers = {at: forge.worker(at, port=port_with_a_neighbour()) for at in (*POINTS, "between runs")}
+        runs = {at: threads.submit(run, at, worker) for at, worker in workers.items()}
+        return {at: each.result(timeout=60) for at, each in runs.items()}
+
+
+@pytest.mark.parametrize("at", [*POINTS, "between runs"])
+def test_half_a_second_more_from_any_point_on_is_no_loss(
+    delayed_runs: dict[str, tuple[float, Report]], at: str
+) -> None:
+    worst, report = delayed_runs[at]
+    assert worst <= SAME
+    assert report.forwards_split >= STEPS - 1, report.line()
+    assert not report.events
 
 
 @SPLITS

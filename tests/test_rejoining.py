@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +15,19 @@ from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.session import Session
-from monarch_split.tests.driving import SAME, difference, equal_shares, forget, open_session, render, sample_once
-from monarch_split.tests.network_proxy import network_to, port_with_a_neighbour
+from monarch_split.tests.driving import SAME, difference, open_session, render, sample_once
+from monarch_split.tests.network_proxy import network_to
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("even_shares"),
+]
 
 SILENCE = limits.HEARTBEAT_INTERVAL + limits.HEARTBEAT_TIMEOUT
 BOUND = 20.0
 SPLITS = pytest.mark.parametrize(("mode", "cfg"), [("rows", 4.0), ("tokens", 1.0)], ids=["rows", "tokens"])
-
-
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    forget(monkeypatch)
-    equal_shares(monkeypatch)
-    made = forge.worker(port=port_with_a_neighbour())
-    with ended(made):
-        yield made
 
 
 class LongRun:

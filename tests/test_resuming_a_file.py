@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from monarch_split.demo.reference import TINY, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed import limits
+from monarch_split.distributed.files import FileRef
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, equal_shares, forget, render
-from monarch_split.tests.worker_process import Forge, Worker
+from monarch_split.tests.driving import SAME, Stopped, equal_shares, forget, render
+from monarch_split.tests.worker_process import Forge, Worker, ended
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -123,3 +125,40 @@ def test_a_whole_part_with_a_wrong_byte_behind_the_record_is_not_used(
     assert "arrived damaged" in report.line()
     assert not [path for path in cache.iterdir() if large[0].file.digest in path.name]
     assert again(forge, large, cache).bytes_sent >= large[0].file.bytes
+
+
+def test_while_a_large_part_is_checked_others_are_answered_and_an_interrupt_ends_it(
+    forge: Forge, recipe: Recipe, model: ReferenceDiT, tmp_path: Path
+) -> None:
+    # Zeros that the file system does not store. Hashing so many takes longer than this test may last.
+    held = 128 * limits.GIB
+    huge = replace(recipe, file=FileRef(None, "huge.safetensors", held + 8, "a" * 40))
+    part, record = (tmp_path / f"{huge.file.digest}.{suffix}" for suffix in ("part", "part.json"))
+    with part.open("wb") as file:
+        file.truncate(held)
+    record.write_text(json.dumps({"bytes": held, "digest": "0" * 64}))
+    worker = forge.worker(cache=tmp_path)
+    answers: list[tuple[str, float]] = []
+
+    def check() -> None:
+        if answers:
+            raise Stopped
+        if worker.reached("Checking what is here of huge.safetensors already."):
+            began = time.monotonic()
+            line = render([worker.address], recipe, model)[1].line()
+            answers.append((line, time.monotonic() - began))
+
+    with ended(worker):
+        with pytest.raises(Stopped):
+            render([worker.address], huge, model, check=check)
+        began = time.monotonic()
+        worst, report = render([worker.address], recipe, model)
+        assert time.monotonic() - began < limits.HELLO_TIMEOUT
+    assert worst <= SAME
+    assert report.forwards_split == 2, report.line()
+    [(line, seconds)] = answers
+    assert "it is busy with a driver on this machine" in line
+    assert seconds < limits.HELLO_TIMEOUT
+    # It was not found wrong, so the next attempt may go on with it.
+    assert part.stat().st_size == held
+    assert json.loads(record.read_text())["bytes"] == held

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,13 @@ import pytest
 from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT
 from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed import limits, split_tokens, tokens
+from monarch_split.distributed.addresses import parse_address
+from monarch_split.distributed.auth import ExchangeKeys
 from monarch_split.distributed.ledger import DRIVER
-from monarch_split.distributed.peer import Peer
+from monarch_split.distributed.peer import ExchangeOffer, Peer
 from monarch_split.distributed.plan import Costs
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, forget, guided, open_session, render, sample_once, slowed
+from monarch_split.tests.driving import SAME, Stopped, guided, open_session, render, sample_once, slowed
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = [
@@ -38,14 +39,6 @@ def deep() -> ReferenceDiT:
 @pytest.fixture(scope="module")
 def deep_recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return write_reference_model(DEEP, tmp_path_factory.mktemp("model") / "deep.safetensors")
-
-
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    forget(monkeypatch)
-    made = forge.worker()
-    with ended(made):
-        yield made
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -229,6 +222,39 @@ def test_attending_to_the_own_tokens_first_gives_the_same_latent(
     assert worst <= SAME
     assert report.forwards_split == 2, report.line()
     assert calls
+
+
+@pytest.mark.parametrize(
+    ("trusted_link", "links", "encrypted"),
+    [(False, {}, True), (False, {0: True}, True), (True, {1: False}, True), (False, {0: True, 1: True}, False)],
+    ids=["no link trusted", "one trusted", "all but one trusted", "each trusted"],
+)
+def test_an_exchange_is_in_the_clear_only_if_every_link_of_it_is_trusted(
+    workers: list[Worker],
+    recipe: Recipe,
+    model: ReferenceDiT,
+    monkeypatch: pytest.MonkeyPatch,
+    trusted_link: bool,
+    links: dict[int, bool],
+    encrypted: bool,
+) -> None:
+    told: list[bool] = []
+    stock = Peer.open_exchange
+
+    def open_exchange(peer: Peer, *, store: bool, keys: ExchangeKeys) -> ExchangeOffer:
+        told.append(keys.encrypted)
+        return stock(peer, store=store, keys=keys)
+
+    monkeypatch.setattr(Peer, "open_exchange", open_exchange)
+    # Workers of this user on the loopback need nobody's trust; these are to be treated like any other.
+    monkeypatch.setattr(Peer, "is_own", property(lambda _: False, lambda *_: None), raising=False)
+    addresses = [worker.address for worker in workers[:2]]
+    own = tuple((parse_address(addresses[index]), trusted) for index, trusted in links.items())
+    cluster = {"trusted_link": trusted_link, "links": own}
+    worst, report = render(addresses, recipe, model, mode="tokens", cfg=1.0, cluster=cluster)
+    assert worst <= SAME
+    assert report.forwards_split == 2, report.line()
+    assert set(told) == {encrypted}
 
 
 def test_an_engine_that_a_machine_lacks_is_named_with_what_it_takes(

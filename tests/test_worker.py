@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,10 @@ from monarch_split.tests.channel_peer import own_keys
 from monarch_split.tests.driving import SAME, equal_shares, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
-
-
-@pytest.fixture
-def worker(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    equal_shares(monkeypatch)
-    made = forge.worker()
-    with ended(made):
-        yield made
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.usefixtures("even_shares"),
+]
 
 
 def assert_serves(worker: Worker, recipe: Recipe, model: ReferenceDiT) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_split.demo import tiny_models
+from monarch_split.distributed.auth import ExchangeKeys
 from monarch_split.distributed.exchange_lanes import LaneExchange
 from monarch_split.distributed.exchange_link import SECRET_BYTES, ExchangeListener, join_as_driver
 from monarch_split.distributed.families import find_family
@@ -156,8 +157,8 @@ class Ranks:
     """`size` ranks, joined once; they compute one forward after the other. Every wait of theirs has an end."""
 
     def __init__(self, size: int) -> None:
-        secret = os.urandom(SECRET_BYTES)
-        self._listeners = [ExchangeListener(["127.0.0.1"], 0, None) for _ in range(1, size)]
+        secret, keys = os.urandom(SECRET_BYTES), ExchangeKeys.new(encrypted=False)
+        self._listeners = [ExchangeListener(["127.0.0.1"], 0, keys) for _ in range(1, size)]
         self._pool = ThreadPoolExecutor(size)
         self._busy: Collection[Any] = ()
         self._number = 0
@@ -165,7 +166,7 @@ class Ranks:
 
         def join(rank: int) -> LaneExchange:
             if rank == 0:
-                return join_as_driver(addresses, secret, None)
+                return join_as_driver(addresses, secret, keys)
             return self._listeners[rank - 1].join(rank, addresses, secret, lambda: None)
 
         self._exchanges = self._everywhere(join, size)
