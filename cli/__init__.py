@@ -29,7 +29,11 @@ class Subcommand:
 # A module may also have `prepare(args, argv)`: called by `./monarch` alone, to choose the Python that runs it.
 # Without one it runs in `.venv`, so a module imports only the standard library at its top.
 SUBCOMMANDS = {
-    "bench": Subcommand("measure the link to each worker"),
+    "bench": Subcommand(
+        "measure a workflow on one machine and split, or (bench link) the link to each worker; arguments after -- go "
+        "to ComfyUI",
+        passes_on="after --",
+    ),
     "convert": Subcommand("write a 16 bit model in FP8, NVFP4 or INT8"),
     "demo": Subcommand("render on one and on two processes of this machine, and compare"),
     "doctor": Subcommand(

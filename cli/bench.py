@@ -1,32 +1,29 @@
-"""`monarch bench link`: round trip and rate of the link to each worker, as Monarch's channel and as plain TCP see it.
-
-Checks the arguments, chooses the Python and prints; the measuring is `distributed.link_rate`.
-"""
+"""`monarch bench`: the arguments and the Python of both measurements, of a workflow and of the link to each worker."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from . import bench_link, bench_workflow
 from .environment import CommandError, prefer_comfyui
 
-if TYPE_CHECKING:
-    from ..distributed.addresses import Address
-
-_NEEDS = ("torch", "zmq")
-# What measuring takes even if the link is a slow one.
-_SECONDS = 60.0
+_NEEDS = ("torch", "zmq", "safetensors")
+_LINK = "link"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["link"], help="link: what the network between the machines carries")
     parser.add_argument(
-        "workers", metavar="ADDRESS", nargs="*", help="workers to measure, instead of those in the configuration"
+        "what",
+        metavar="WORKFLOW.json | link",
+        help="a workflow, to measure it on one machine and split; or link: what the network to the workers carries",
+    )
+    parser.add_argument(
+        "workers", metavar="ADDRESS", nargs="*", help="link: workers to measure, instead of those in the configuration"
     )
     parser.add_argument("--comfyui", metavar="PATH", type=Path, help="ComfyUI's folder, if it is not found by itself")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    bench_workflow.add_arguments(parser)
 
 
 def prepare(args: argparse.Namespace, argv: list[str]) -> None:
@@ -35,70 +32,10 @@ def prepare(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    addresses = _addresses(args.workers)
-    results = []
-    for address in addresses:
-        results.append(_measure(address))
-        if not args.json:
-            _print(results[-1], first=len(results) == 1)
-    if args.json:
-        print(json.dumps(results[0] if len(results) == 1 else {"workers": results}))
-    return 1 if any("error" in result for result in results) else 0
-
-
-def _addresses(named: list[str]) -> list[Address]:
-    from ..distributed.addresses import AddressError, parse_address
-    from ..distributed.cluster import ConfigurationError, load_configuration
-
-    try:
-        addresses = [parse_address(text) for text in named] or list(load_configuration().cluster().workers)
-    except AddressError as error:
-        raise CommandError(str(error), code=2) from None
-    except ConfigurationError as error:
-        raise CommandError(str(error)) from None
-    if not addresses:
-        raise CommandError("No worker is configured. Name one: monarch bench link ADDRESS, or pair this machine first.")
-    return list(dict.fromkeys(addresses))
-
-
-def _measure(address: Address) -> dict[str, Any]:
-    """What was measured, or the `error`."""
-    from ..distributed.doctor.patience import Impatient, within
-    from ..distributed.link_rate import measure_link
-    from ..distributed.peer import Peer, PeerFailed
-    from ..distributed.versions import own_versions
-
-    peer = Peer(address, within(_SECONDS))
-    try:
-        # Nothing is computed, so ComfyUI's version does not matter.
-        peer.connect(own_versions(None), allow_mismatch=True)
-        link = measure_link(peer)
-    except (PeerFailed, Impatient) as error:
-        return {"worker": peer.name, "address": str(address), "error": str(error)}
-    finally:
-        peer.close(cancel=True)
-    result: dict[str, Any] = {
-        "worker": peer.name,
-        "address": str(address),
-        "rtt_ms": round(link.rtt * 1e3, 3),
-        "lanes": link.lanes,
-        "gb_per_s": round(link.rate / 1e9, 4),
-        "tcp_gb_per_s": None if link.tcp_rate is None else round(link.tcp_rate / 1e9, 4),
-    }
-    if link.tcp_rate is None:
-        result["tcp_problem"] = link.tcp_problem
-    return result
-
-
-def _print(result: dict[str, Any], *, first: bool) -> None:
-    if first:
-        print(f"{'worker':<24}{'round trip':>12}{'lanes':>8}{'channel':>14}{'plain TCP':>14}")
-    name = f"{result['worker']} ({result['address']})" if result["worker"] != result["address"] else result["worker"]
-    if "error" in result:
-        print(f"{name:<24}  {result['error']}")
-        return
-    tcp = result["tcp_gb_per_s"]
-    print(
-        f"{name:<24}{result['rtt_ms']:>9.2f} ms{result['lanes']:>8}{result['gb_per_s']:>9.2f} GB/s"
-        + (f"{tcp:>9.2f} GB/s" if tcp is not None else f"{'-':>14}  {result['tcp_problem']}")
-    )
+    if args.what == _LINK:
+        if args.passed_on:
+            raise CommandError("bench link starts no ComfyUI, so it takes nothing after --", code=2)
+        return bench_link.run(args)
+    if args.workers:
+        raise CommandError("bench WORKFLOW.json measures with the workers of the configuration; name none", code=2)
+    return bench_workflow.run(args)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..demo.comfy_server import ComfyError
+from ..demo.comfy_client import ComfyError
 from ..demo.comparison import CFG, STEPS, Comparison
 from ..demo.signals import stopped_by_signals
 from .environment import PACK, ComfyUI, CommandError, ensure_environment, find_comfyui, missing_imports, say

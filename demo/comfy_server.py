@@ -1,25 +1,20 @@
-"""Run a real ComfyUI server with a pack in its custom_nodes, send it graphs over HTTP, and fetch what they made.
+"""Run a real ComfyUI server with a pack in its custom_nodes; talking to it is comfy_client's job.
 
 Standard library only. Graphs come from graphs.py; finding ComfyUI and its Python is the caller's job."""
 
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from .graphs import Graph
+from .comfy_client import ComfyClient, ComfyError
 from .signals import undisturbed
 
 HERE = Path(__file__).resolve().parent
@@ -27,11 +22,7 @@ HELPER_PACK = "monarch_demo_nodes"
 _POLL = 0.05
 
 
-class ComfyError(Exception):
-    """ComfyUI did not start, refused a graph, or failed in one; the text says which and holds what it said."""
-
-
-class ComfyServer:
+class ComfyServer(ComfyClient):
     """A ComfyUI process on 127.0.0.1, from entering the context until leaving it.
 
     base: folder for its custom_nodes, models, input, output and user folders and comfyui.log; made if missing.
@@ -112,52 +103,6 @@ class ComfyServer:
         """Everything that the server has printed."""
         return self.log_file.read_text(encoding="utf-8", errors="replace") if self.log_file.exists() else ""
 
-    def queue(self, graph: Graph) -> str:
-        """Send a graph in API format; return its prompt id. Raises ComfyError with ComfyUI's reasons if refused."""
-        return self._request("/prompt", {"prompt": graph})["prompt_id"]
-
-    def wait(self, prompt_id: str, timeout: float = 120.0) -> dict[str, Any]:
-        """The prompt's history entry once it ended, however it ended. Raises TimeoutError, or ComfyError on a crash."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            entry = self._request(f"/history/{prompt_id}").get(prompt_id)
-            if entry is not None and entry.get("status"):
-                return entry
-            time.sleep(_POLL)
-        raise TimeoutError(f"the prompt did not end within {timeout:g} s; the log ends with:\n{self._log_tail()}")
-
-    def run(self, graph: Graph, timeout: float = 120.0) -> dict[str, Any]:
-        """Queue a graph and wait; return its history entry. Raises ComfyError with the node's error if it failed."""
-        entry = self.wait(self.queue(graph), timeout)
-        status = entry["status"]
-        if status.get("status_str") != "success":
-            raise ComfyError(f"the prompt failed: {failure(entry)}\nThe log ends with:\n{self._log_tail()}")
-        return entry
-
-    def interrupt(self) -> None:
-        """Ask the running prompt to stop."""
-        self._request("/interrupt", {})
-
-    def free(self) -> None:
-        """Unload models and forget cached node outputs, as soon as the queue is idle: an unchanged graph runs anew."""
-        self._request("/free", {"unload_models": True, "free_memory": True})
-
-    def queue_size(self) -> int:
-        """Prompts running or waiting."""
-        queue = self._request("/queue")
-        return len(queue["queue_running"]) + len(queue["queue_pending"])
-
-    def view(self, file: Mapping[str, str]) -> bytes:
-        """The bytes of a file named as history entries name it: {"filename", "subfolder", "type"}."""
-        return self._open("/view?" + urllib.parse.urlencode(dict(file)))
-
-    def object_info(self, node: str) -> dict[str, Any]:
-        """How ComfyUI describes a node class. Raises ComfyError when it does not know it."""
-        info = self._request(f"/object_info/{urllib.parse.quote(node)}").get(node)
-        if info is None:
-            raise ComfyError(f"ComfyUI has no node {node}; the log ends with:\n{self._log_tail()}")
-        return info
-
     def stop(self, patience: float = 10.0) -> None:
         """End the process: ask, wait `patience` seconds, then kill. Does nothing when it has ended."""
         process, self._process = self._process, None
@@ -192,11 +137,15 @@ class ComfyServer:
             "--port", str(self.port), "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--log-stdout",
         ]  # fmt: skip
         if not (self._has_frontend() if self.frontend is None else self.frontend):
-            root = self.base / "frontend"
-            root.mkdir(exist_ok=True)
-            (root / "index.html").write_text("<!doctype html><title>no front end</title>\n", encoding="utf-8")
-            command += ["--front-end-root", str(root)]
+            command += self._without_pages()
         return command + self.arguments
+
+    def _without_pages(self) -> list[str]:
+        """Arguments for a ComfyUI that serves no web pages of its own, so that they need not be installed."""
+        root = self.base / "frontend"
+        root.mkdir(exist_ok=True)
+        (root / "index.html").write_text("<!doctype html><title>no front end</title>\n", encoding="utf-8")
+        return ["--front-end-root", str(root)]
 
     def _has_frontend(self) -> bool:
         test = "import importlib.util, sys; sys.exit(importlib.util.find_spec('comfyui_frontend_package') is None)"
@@ -238,19 +187,12 @@ class ComfyServer:
         # A progress bar overwrites its line with carriage returns; only its last state says anything.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in self.log().split("\n")[-lines:])
 
-    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        answer = self._open(path, None if body is None else json.dumps(body).encode())
-        return json.loads(answer) if answer else None
+    def _more(self) -> str:
+        return f"; the log ends with:\n{self._log_tail()}"
 
     def _open(self, path: str, body: bytes | None = None, timeout: float = 30.0) -> bytes:
-        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
         try:
-            # No proxy: an http_proxy variable must not send requests for this machine elsewhere.
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as problem:
-            text = problem.read().decode(errors="replace")
-            raise ComfyError(f"ComfyUI answered {problem.code} to {path}: {text}") from None
+            return super()._open(path, body, timeout)
         except (OSError, http.client.HTTPException) as problem:
             if self._has_ended(within=1.0 if isinstance(problem, ConnectionResetError) else 0.0):
                 raise ComfyError(f"ComfyUI has ended; its log ends with:\n{self._log_tail()}") from problem
@@ -265,16 +207,6 @@ class ComfyServer:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def failure(entry: Mapping[str, Any]) -> str:
-    """Why a prompt did not succeed: "interrupted", or the node and its error, from its history entry."""
-    for kind, detail in entry["status"].get("messages", []):
-        if kind == "execution_interrupted":
-            return "interrupted"
-        if kind == "execution_error":
-            return f"{detail.get('node_type')}: {detail.get('exception_type')}: {detail.get('exception_message')}"
-    return "ComfyUI gives no reason"
 
 
 def _free_port() -> int:

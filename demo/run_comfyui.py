@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .comfy_server import ComfyError, ComfyServer
+from .comfy_client import ComfyError
+from .comfy_server import ComfyServer
 from .comparison import CFG, WARM_UP_STEPS, Comparison, steps_split
 from .graphs import LATENT, PICTURE, SAMPLER, Graph, text_to_image
 from .latents import max_abs_difference
