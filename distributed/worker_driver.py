@@ -65,22 +65,7 @@ class ServedDriver:
         self._sink_opened = False
         self._computing = Computing(session, means.runtime, means.jobs, means.tokens, means.usage, local=local)
         self._preparing = Preparing(means.runtime, means.cache, means.patches, answer, self._computing.build)
-        self._handlers: dict[Kind, Callable[[Message], None]] = {
-            Kind.PREPARE: self._preparing.prepare,
-            Kind.TENSORS: self._preparing.tensors,
-            Kind.FILE_BEGIN: self._preparing.file_begin,
-            Kind.FILE_CHUNK: self._preparing.file_chunk,
-            Kind.FILE_END: self._preparing.file_end,
-            Kind.FORWARD: self._computing.forward,
-            Kind.EXCHANGE_OPEN: self._computing.exchange_open,
-            Kind.EXCHANGE_JOIN: self._computing.exchange_join,
-            Kind.ABANDON: self._computing.abandon,
-            Kind.ECHO: self._echo,
-            Kind.SINK: self._sink,
-            Kind.FREE: self._free,
-            Kind.CANCEL: lambda _: leave(),
-            Kind.END: lambda _: leave(),
-        }
+        self._leave = leave
 
     def handle(self, message: Message) -> None:
         """Do what a message asks for, or give the driver up."""
@@ -89,7 +74,7 @@ class ServedDriver:
 
         def handled() -> None:
             check_fields(message)
-            self._handlers[message.kind](message)
+            _HANDLERS[message.kind](self, message)
 
         self._guarded(handled, f"a {message.kind.name} message", {message.number})
 
@@ -171,3 +156,25 @@ class ServedDriver:
 
         # Of no session: it is done even if the driver goes at once.
         self._means.jobs.add(Job(b"", message.number, None, release))
+
+    def _end(self, message: Message) -> None:
+        self._leave()
+
+
+# Not a table of each driver's own: it would refer to itself, and its model would stay until Python looks for cycles.
+_HANDLERS: dict[Kind, Callable[[ServedDriver, Message], None]] = {
+    Kind.PREPARE: lambda driver, message: driver._preparing.prepare(message),
+    Kind.TENSORS: lambda driver, message: driver._preparing.tensors(message),
+    Kind.FILE_BEGIN: lambda driver, message: driver._preparing.file_begin(message),
+    Kind.FILE_CHUNK: lambda driver, message: driver._preparing.file_chunk(message),
+    Kind.FILE_END: lambda driver, message: driver._preparing.file_end(message),
+    Kind.FORWARD: lambda driver, message: driver._computing.forward(message),
+    Kind.EXCHANGE_OPEN: lambda driver, message: driver._computing.exchange_open(message),
+    Kind.EXCHANGE_JOIN: lambda driver, message: driver._computing.exchange_join(message),
+    Kind.ABANDON: lambda driver, message: driver._computing.abandon(message),
+    Kind.ECHO: ServedDriver._echo,
+    Kind.SINK: ServedDriver._sink,
+    Kind.FREE: ServedDriver._free,
+    Kind.CANCEL: ServedDriver._end,
+    Kind.END: ServedDriver._end,
+}
