@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
+from .figures import figures
+
 _WIDTH, _LEFT, _RIGHT = 760, 92, 168
 _TOP, _ROW, _BAR, _BOTTOM = 92, 52, 26, 64
 _FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
@@ -42,7 +44,7 @@ def chart(record: Mapping[str, Any]) -> str:
     for index in range(round(end / step) + 1):
         at = x(index * step)
         parts.append(f'<line x1="{at}" x2="{at}" y1="{_TOP}" y2="{bottom}" stroke="{_GRID}"/>')
-        parts.append(_text(at, bottom + 18, f"{index * step:.4g}", fill=_QUIET, anchor="middle"))
+        parts.append(_text(at, bottom + 18, figures(index * step), fill=_QUIET, anchor="middle"))
     parts.append(_text(_LEFT, bottom + 38, "seconds, median of the runs that count; shorter is faster", fill=_QUIET))
     for row, (name, mode) in enumerate(modes.items()):
         parts += _row(_TOP + _ROW * row + _ROW / 2, name, mode, record["speedup"].get(name), x)
@@ -64,7 +66,7 @@ def _row(y: float, name: str, mode: Mapping[str, Any], speedup: float | None, x:
         f'<path d="M{low} {y}H{high}M{low} {y - 6}V{y + 6}M{high} {y - 6}V{y + 6}" stroke="{_INK}" fill="none"/>'
     )
     parts += [f'<circle cx="{x(seconds)}" cy="{y}" r="2.4" fill="{_INK}"/>' for seconds in mode["seconds"]]
-    label = f"{mode['median_s']:.3g} s" + (f" · {speedup:.2f}x" if speedup else "")
+    label = f"{figures(mode['median_s'])} s" + (f" · {speedup:.2f}x" if speedup else "")
     right = max(high, x(mode["median_s"])) + 12
     parts.append(_text(right, y + 5, label, size=14, weight=600))
     marked = len(mode["not_counted"])
@@ -95,7 +97,7 @@ def _subtitle(record: Mapping[str, Any]) -> str:
 
 def _spoken(record: Mapping[str, Any]) -> str:
     told = [
-        f"{name} {mode['median_s']:.3g} seconds"
+        f"{name} {figures(mode['median_s'])} seconds"
         for name, mode in record["modes"].items()
         if mode["median_s"] is not None
     ]

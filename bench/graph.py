@@ -54,6 +54,13 @@ class Measurable:
         return found
 
 
+def _is_link(value: Any) -> bool:
+    """As ComfyUI's graph_utils tells links from lists."""
+    return (
+        isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], (int, float))
+    )
+
+
 def measurable(graph: Graph, info: ObjectInfo) -> Measurable:
     """Add to a graph what measuring it takes. Raises BenchError if there is nothing to measure in it."""
     missing = [name for name in _NODES if name not in info]
@@ -79,7 +86,7 @@ class _Editor:
             raise BenchError(
                 "Nothing that this workflow saves is made by sampling a MODEL, so there is nothing to split."
             )
-        entries = [key for key in living if self._is(key, *_SPLITTERS)]
+        entries = [key for key in living if self._is(key, *_SPLITTERS) and not self._behind_split(key)]
         sampled = [key for key in living if self._enters(key)]
         if entries:
             entries += [key for key in sampled if key not in entries and not self._behind_split(key)]
@@ -112,8 +119,8 @@ class _Editor:
     def _links(self, key: str, kind: str | None = None) -> Iterator[tuple[str, str]]:
         """(input, node that it is linked to), of one type or of all."""
         for name, value in self._graph[key]["inputs"].items():
-            if isinstance(value, list) and len(value) == 2 and str(value[0]) in self._graph:
-                origin, slot = str(value[0]), int(value[1])
+            if _is_link(value) and value[0] in self._graph:
+                origin, slot = value[0], int(value[1])
                 outputs = self._described(origin).get("output") or []
                 # What a switch gives out says nothing of its type; what is taken does.
                 kinds = (self._input_type(key, name), outputs[slot] if slot < len(outputs) else None)

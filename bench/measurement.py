@@ -39,8 +39,7 @@ def measure(path: Path, client: ComfyClient, modes: Sequence[str], runs: int, sa
     examined = workers.examine()
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     done = Runner(client, graph, workers, say).all(modes, runs)
-    return {
-        "ok": True,
+    record = {
         **summary(done, modes),
         "runs_asked": runs,
         "began": began,
@@ -50,6 +49,7 @@ def measure(path: Path, client: ComfyClient, modes: Sequence[str], runs: int, sa
         "cluster": workers.settings,
         "notes": [_REMOTE] if not is_local(client) else [],
     }
+    return {"ok": finding(record) is None, **record}
 
 
 def finding(record: Record) -> str | None:
@@ -58,7 +58,8 @@ def finding(record: Record) -> str | None:
     lost = [mode for mode, each in modes.items() if any(run["lost"] for run in each["not_counted"])]
     if lost:
         return f"A worker was lost in runs of {', '.join(lost)}; those runs are marked and not in the medians."
-    if len(modes) > 1 and not any(each["runs"] for mode, each in modes.items() if mode != "one"):
+    split = [each for mode, each in modes.items() if mode != "one"]
+    if split and not any(each["runs"] for each in split):
         why = next((run["why"] for each in modes.values() for run in each["not_counted"]), "")
         return f"No split was measured: {why}."
     return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .figures import figures
+
 _MODES = {"one": "one machine", "rows": "by rows", "tokens": "by tokens", "auto": "auto"}
 
 
@@ -44,7 +46,7 @@ def _times(record: Mapping[str, Any]) -> list[str]:
                 _with_spread(sampling["median_s"], sampling["spread_s"]),
                 f"{record['speedup'][name]:.2f}x" if name in record["speedup"] else "-",
                 _seconds(mode["load_s"]),
-                _difference(name, mode["difference"]),
+                _difference(mode["difference"]),
                 str(mode["runs"]),
             ]
         )
@@ -71,7 +73,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 def _marked(record: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"- {_MODES[name]}, {run['run']} run of {run['seconds']:.3g} s: {_plain(run['why'])}"
+        f"- {_MODES[name]}, {run['run']} run of {_seconds(run['seconds'])}: {_plain(run['why'])}"
         for name, mode in record["modes"].items()
         for run in mode["not_counted"]
     ]
@@ -104,13 +106,13 @@ def _conditions(record: Mapping[str, Any]) -> list[str]:
     ]
     for worker in record["workers"]:
         link = worker["link"]
-        tcp = f", plain TCP {link['tcp_gb_per_s']:.2g} GB/s" if link["tcp_gb_per_s"] else ""
+        tcp = f", plain TCP {figures(link['tcp_gb_per_s'])} GB/s" if link["tcp_gb_per_s"] else ""
         theirs = f"torch {worker['versions']['torch']}, comfy-kitchen {worker['versions']['kitchen'] or 'none'}"
         rows.append([f"worker {worker['name']}", f"{worker['device'].get('device', 'unknown')}, {theirs}"])
         rows.append(
             [
                 f"link to {worker['name']}",
-                f"{link['rtt_ms']:.2g} ms, {link['gb_per_s']:.2g} GB/s, {link['lanes']} lanes{tcp}",
+                f"{figures(link['rtt_ms'])} ms, {figures(link['gb_per_s'])} GB/s, {link['lanes']} lanes{tcp}",
             ]
         )
     if record["cluster"]:
@@ -147,14 +149,16 @@ def _plain(text: str) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g} s"
+    return "-" if value is None else f"{figures(value)} s"
 
 
 def _with_spread(median: float | None, spread: Sequence[float] | None) -> str:
-    return "-" if median is None or spread is None else f"{median:.3g} s ({spread[0]:.3g} to {spread[1]:.3g})"
+    if median is None or spread is None:
+        return "-"
+    return f"{figures(median)} s ({figures(spread[0])} to {figures(spread[1])})"
 
 
-def _difference(mode: str, difference: Mapping[str, float | None] | None) -> str:
+def _difference(difference: Mapping[str, float | None] | None) -> str:
     if difference is None:
         return "-"
     if difference["max_abs"] is None or difference["relative"] is None:
@@ -174,7 +178,7 @@ def _memory(peak: Mapping[str, int] | None) -> str:
 def _bytes(size: int) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
-            return f"{size / unit:.3g} {name}"
+            return f"{figures(size / unit)} {name}"
     return f"{size} B"
 
 

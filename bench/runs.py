@@ -115,10 +115,13 @@ class Runner:
 
     def one(self, mode: str, kind: str) -> Run:
         """Run one prompt to its end, once ComfyUI has nothing else to do. Raises BenchError if it fails."""
+        if self._client.queue_size():
+            self._say("waiting for what else is queued in ComfyUI")
+            while self._client.queue_size():
+                time.sleep(_IDLE_POLL)
+        # Only now: a worker that another prompt uses does not answer, and would not count anew.
         if mode != "one":
             self._watch.before()
-        while self._client.queue_size():
-            time.sleep(_IDLE_POLL)
         try:
             prompt = self._client.queue(self._graph.for_run(mode, uuid.uuid4().hex))
             entry = self._client.wait(prompt, _PATIENCE)

@@ -39,7 +39,7 @@ def running(address: str) -> ComfyClient | None:
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     try:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 80) < 1:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError
     except ValueError:
         raise BenchError(f"{address!r} is no address. Name one such as {DEFAULT_ADDRESS}.", usage=True) from None

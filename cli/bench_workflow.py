@@ -8,25 +8,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.figures import figures
+from ..bench.graph import MODES
 from ..demo.signals import stopped_by_signals
 from .environment import CommandError, find_comfyui, say
 
 if TYPE_CHECKING:
     from ..demo.comfy_client import ComfyClient
 
-_MODES = ("one", "rows", "tokens", "auto")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a workflow (arguments after -- go to ComfyUI, if it is started)")
     group.add_argument("--runs", type=_count, default=3, metavar="N", help="runs of each mode after the first (3)")
     group.add_argument(
-        "--modes", type=_modes, default=_MODES, metavar="MODE,...", help=f"what to measure ({','.join(_MODES)})"
+        "--modes", type=_modes, default=MODES, metavar="MODE,...", help=f"what to measure ({','.join(MODES)})"
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="folder for the record, the report and the chart")
     group.add_argument(
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     out = args.out or Path(f"monarch-bench-{Path(args.what).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        read_json(Path(args.what))  # before a ComfyUI is started for it
+        # Before a ComfyUI is started and hours are measured.
+        read_json(Path(args.what))
+        _require_writable(out)
         with stopped_by_signals(), _comfyui(args) as client:
             record = measure(Path(args.what), client, args.modes, args.runs, say)
         write(record, out)
@@ -52,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
     except (ComfyError, OSError) as error:
         raise CommandError(f"The measurement was cut short: {error}") from None
     problem = finding(record)
-    record["ok"] = problem is None
     if args.json:
         print(json.dumps({**record, "files": str(out)}))
     else:
@@ -63,12 +65,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if problem is None else 1
 
 
+def _require_writable(out: Path) -> None:
+    nearest = next(path for path in (out, *out.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        why = "may not be written to" if nearest.is_dir() else "is no folder"
+        raise CommandError(f"Nothing can be saved in {out}: {nearest} {why}. Name another folder with --out.", code=2)
+
+
 @contextlib.contextmanager
 def _comfyui(args: argparse.Namespace) -> Iterator[ComfyClient]:
     from ..bench.server import DEFAULT_ADDRESS, running, started
 
     client = running(args.server or DEFAULT_ADDRESS)
     if client is not None:
+        if args.passed_on:
+            raise CommandError(
+                f"ComfyUI runs at {client.url} already and takes no arguments after --. End it, to have one started "
+                "with them, or leave them out.",
+                code=2,
+            )
         yield client
         return
     if args.server:
@@ -91,22 +106,21 @@ def _print(record: dict[str, Any]) -> None:
             continue
         low, high = mode["spread_s"]
         speedup = f"{record['speedup'][name]:.2f}x" if name in record["speedup"] else ""
-        whole = f"{mode['median_s']:.3g} s ({low:.3g}-{high:.3g})"
-        sampling = f"{mode['sampling']['median_s']:.3g} s"
-        load = "-" if mode["load_s"] is None else f"{mode['load_s']:.3g} s"
+        whole = f"{figures(mode['median_s'])} s ({figures(low)}-{figures(high)})"
+        sampling = f"{figures(mode['sampling']['median_s'])} s"
+        load = "-" if mode["load_s"] is None else f"{figures(mode['load_s'])} s"
         print(f"{name:<10}{whole:>22}{sampling:>12}{speedup:>10}{load:>10}{mode['runs']:>6}")
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of runs; give 1 or more")
-    return number
+    return int(text)
 
 
 def _modes(text: str) -> tuple[str, ...]:
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    unknown = [mode for mode in named if mode not in _MODES]
+    unknown = [mode for mode in named if mode not in MODES]
     if unknown or not named:
-        raise argparse.ArgumentTypeError(f"{text!r}: name some of {', '.join(_MODES)}, with commas between them")
+        raise argparse.ArgumentTypeError(f"{text!r}: name some of {', '.join(MODES)}, with commas between them")
     return named

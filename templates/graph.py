@@ -134,7 +134,7 @@ class Workflow:
             box = [left - _GROUP_MARGIN, upper, column.width + 2 * _GROUP_MARGIN, top - TITLE - upper]
             colour = _COLOURS[number % len(_COLOURS)]
             groups.append({"id": number + 1, "title": column.title, "bounding": box, "color": colour, "flags": {}})
-            left += column.width + 2 * _GROUP_MARGIN + _COLUMN_GAP - _GROUP_MARGIN
+            left += column.width + _GROUP_MARGIN + _COLUMN_GAP
         return boxes, groups
 
 

@@ -28,9 +28,7 @@ On the second machine, with ComfyUI's Python and that machine's address:
 
 ```
 python ComfyUI/custom_nodes/monarch-split worker --listen 192.168.1.20
-```
-
-"""
+```"""
 _PAIR = (
     "Paste the code that it prints into the **Monarch** tab at the left, or give it to `./monarch pair`, once. More in "
     f"the [README]({_HOME}#start-the-worker). Without a worker this graph runs on one machine."
@@ -42,7 +40,7 @@ _FIRST = (
 )
 _MEASURED = {
     True: f"What was measured with this model, and on what: [numbers]({_HOME}#try-it).",
-    False: "This model has not been measured on two machines yet. Flux dev and Wan 2.1 have: "
+    False: "This model has not been measured yet. Flux dev and Wan 2.1 have, on two GPUs of one machine: "
     f"[numbers]({_HOME}#try-it).",
 }
 _AFTERWARDS = (
@@ -72,7 +70,7 @@ def note(
         *([more] if more else []),
         f"### 1. Files on this machine\n\n{listed}",
         "The second machine needs none: it is sent the model that it lacks, once.",
-        _WORKER.rstrip(),
+        _WORKER,
         _PAIR,
         f"### 3. Run\n\n{_FIRST} {_MEASURED[measured]}",
         closing or _AFTERWARDS.format(node="Monarch Split" if node else "Monarch Sampler"),

@@ -132,6 +132,11 @@ class TestWhatIsFound:
         assert "rows" in (finding(recorded(runs)) or "")
         assert finding(recorded(runs[:-1])) is None
 
+    def test_nothing_was_split_though_one_machine_was_not_asked_for(self) -> None:
+        none = {"forwards_split": 0, "split": None, "reasons": ["the model is compiled"]}
+        assert finding(recorded([run("rows", 9, kind=COLD, **none)], ("rows",)))
+        assert finding(recorded([run("rows", 9)], ("rows",))) is None
+
     def test_nothing_was_split_in_any_mode(self) -> None:
         none = {"forwards_split": 0, "split": None, "reasons": ["the model is compiled"]}
         assert "the model is compiled" in (finding(recorded([run("one", 4), run("rows", 9, kind=COLD, **none)])) or "")
@@ -147,6 +152,16 @@ class TestTheReport:
         assert "![Queue to saved file in each mode](chart.svg)" in text
         assert "It was changed." in text
         assert "4 steps euler, latent 1x16x8x8, bfloat16" in text
+
+    def test_long_times_and_large_sizes_are_no_powers_of_ten(self, runs: list[Run]) -> None:
+        for each in runs:
+            each.seconds *= 250
+            each.samplings[0]["peak_memory"]["main"] = 1_234_000_000_000
+        record = recorded(runs)
+        written = report(record, "chart.svg", "record.json") + chart(record)
+        assert "| 2750 s (2500 to 3000) |" in written
+        assert "1234 GB main" in written
+        assert "e+" not in written
 
     def test_names_from_elsewhere_make_no_table_and_no_tag(self, runs: list[Run]) -> None:
         text = report(recorded(runs), "chart.svg", "record.json")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from monarch_split import cli
 from monarch_split.bench.errors import BenchError
 from monarch_split.bench.graph import measurable
 from monarch_split.bench.ui_graph import CannotConvert, to_api
@@ -207,6 +208,22 @@ class TestRefusing:
             read_workflow(tmp_path / "w.json", INFO)
 
 
+class TestBeforeItBegins:
+    """Hours of measuring come after these."""
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for name in ("w.json", "taken"):
+            (tmp_path / name).write_text("{}")
+        code = cli.main(["bench", str(tmp_path / "w.json"), "--out", str(tmp_path / "taken" / "out")])
+        assert code == 2
+        assert f"{tmp_path / 'taken'} is no folder" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("runs", ["0", "-1", "many"])
+    def test_a_number_of_runs_that_is_none(self, capsys: pytest.CaptureFixture[str], runs: str) -> None:
+        assert cli.main(["bench", "w.json", f"--runs={runs}"]) == 2
+        assert f"{runs} is no number of runs" in capsys.readouterr().err
+
+
 def api(workflow: dict[str, Any]) -> dict[str, Any]:
     return to_api(workflow, INFO)
 
@@ -258,6 +275,21 @@ class TestMakingItMeasurable:
         ready = measurable(graph, INFO).for_run("rows", "a")
         assert ready[ready["4"]["inputs"]["model"][0]]["class_type"] == "MonarchMeasure"
         assert ready[ready["40"]["inputs"]["model"][0]]["class_type"] == "MonarchMeasure"
+
+    def test_a_sampler_behind_a_split_is_measured_once_around_both(self, workflow: dict[str, Any]) -> None:
+        graph = api(workflow)
+        graph["4"] = {"class_type": "MonarchSampler", "inputs": {**graph["4"]["inputs"], "split": "auto"}}
+        graph["40"] = {"class_type": "MonarchSplit", "inputs": {"model": ["1", 0], "split": "auto"}}
+        graph["4"]["inputs"]["model"] = ["40", 0]
+        ready = measurable(graph, INFO).for_run("rows", "a")
+        assert ready["4"]["inputs"]["model"] == ["40", 0]
+        assert ready[ready["40"]["inputs"]["model"][0]]["class_type"] == "MonarchMeasure"
+        assert ready["4"]["inputs"]["split"] == ready["40"]["inputs"]["split"] == "rows"
+
+    def test_a_list_that_is_no_link_is_a_value(self, workflow: dict[str, Any]) -> None:
+        graph = api(workflow)
+        graph["3"]["inputs"]["points"] = ["1", "left"]
+        assert measurable(graph, INFO).graph["3"]["inputs"]["points"] == ["1", "left"]
 
     def test_a_sampler_that_nothing_is_saved_of_is_left_alone(self, workflow: dict[str, Any]) -> None:
         graph = api(workflow)

@@ -191,6 +191,7 @@ def test_a_mode_that_has_nothing_to_split_is_named_and_not_run_again(bench: Any,
         join(worker)
         code, record, said = bench(graph(cfg=1.0), "--runs", "1", "--modes", "one,rows,tokens")
     assert code == 0, said
+    assert record["ok"]
     assert record["modes"]["rows"]["runs"] == 0
     assert record["modes"]["rows"]["median_s"] is None
     assert "one row" in record["modes"]["rows"]["not_counted"][0]["why"]
@@ -269,6 +270,12 @@ def test_nothing_is_measured_beside_another_prompt(server: Any, bench: Any, join
         server.wait(prompt, timeout=30)
 
 
+def test_arguments_for_a_comfyui_that_runs_already_are_refused(server: Any, bench: Any, join: Any) -> None:
+    code, record, _ = bench(graph(), "--modes", "one", "--", "--lowvram")
+    assert code == 2
+    assert f"{server.url} already" in record["error"]
+
+
 def test_a_prompt_that_comes_in_between_marks_the_run(server: Any, join: Any, tmp_path: Path) -> None:
     from monarch_split.bench.measurement import measure
 
@@ -342,9 +349,7 @@ def test_a_comfyui_is_started_where_none_runs_and_ended_again(
         probe.connect(("127.0.0.1", int(port)))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "example_workflows").glob("*.json")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_templates_become_what_a_second_converter_makes_of_them(server: Any, path: Path) -> None:
     from monarch_split.bench.ui_graph import to_api
     from monarch_split.tests.comfy.template_prompts import as_prompt
