@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,10 @@ TESTS = PACK / "tests"
 COMFYUI_TESTS = TESTS / "comfy"
 # Beside ComfyUI's environment and not in it: testing must leave nothing in there.
 COMFYUI_TOOLS = PACK / ".venv-comfyui-tests"
+# For the tests of ComfyUI's page, where there is one of these or CHROMIUM_PATH names one.
+_CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
+_BROWSER_TOOLS = {"playwright>=1.50": "playwright"}
+_FRONTEND = "comfyui-frontend-package"
 
 _NO_TESTS_COLLECTED = 5  # pytest's exit code
 
@@ -107,6 +112,8 @@ def _comfyui_environment(comfyui: ComfyUI, python: Path) -> dict[str, str]:
     wanted = dict(environment.TEST_TOOLS)
     if environment.missing_imports(python, ["zmq"]):
         wanted["pyzmq>=25"] = "zmq"
+    in_browser = "CHROMIUM_PATH" in os.environ or any(map(shutil.which, _CHROMIUMS))
+    wanted.update(_BROWSER_TOOLS if in_browser else {})
     pip = [os.fspath(python), "-m", "pip"]
     if environment.missing_imports(python, ["pip"]):  # a venv made by uv
         pip = [sys.executable, "-m", "pip", "--python", os.fspath(python)]
@@ -121,9 +128,26 @@ def _comfyui_environment(comfyui: ComfyUI, python: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(python_path),
         "COMFYUI_PATH": os.fspath(comfyui.path),
+        "MONARCH_FRONTENDS": os.pathsep.join(map(os.fspath, _frontends(comfyui, pip) if in_browser else ())),
         # A driver and its workers share the cores; torch's default of one thread per core for each stalls them all.
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _frontends(comfyui: ComfyUI, pip: list[str]) -> list[Path]:
+    """Folders with ComfyUI's page: the one that this ComfyUI asks for, and the newest there was at the first use."""
+    asked = re.search(rf"^{_FRONTEND}\S*", (comfyui.path / "requirements.txt").read_text("utf-8"), re.MULTILINE)
+    folders = []
+    for name, package in (("pinned", asked[0] if asked else _FRONTEND), ("newest", _FRONTEND)):
+        folder = COMFYUI_TOOLS / "frontends" / name
+        environment.install_once(
+            [package],
+            stamp=folder / ".monarch-tools",
+            arguments=[*pip, "install", "--no-deps", "--upgrade", "--target", os.fspath(folder)],
+            why=f"into {folder}, once, to test ComfyUI's page",
+        )
+        folders.append(folder)
+    return folders
 
 
 def _pytest(python: Path, arguments: list[str], variables: dict[str, str], report: TextIO) -> Outcome:

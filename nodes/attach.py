@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management
@@ -16,23 +15,27 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
-from ..distributed.cluster import ConfigurationError, load_configuration
+from ..browser.live import LiveRun
+from ..browser.names import names
+from ..browser.settings import chosen_cluster, settings_of_prompt
+from ..browser.turns import turns
+from ..distributed.cluster import ConfigurationError
 from ..distributed.compute_path import dequantised
 from ..distributed.families import find_family
 from ..distributed.recipe import Recipe
 from ..distributed.replica import describe, forward_replaced, loaded_file, note_file
 from ..distributed.report import Report
 from ..distributed.session import Session
-from ..distributed.versions import own_versions
 from ..formats import UnsupportedFile, gguf_refusal, is_gguf_model, require_loadable
+from .stopping import RenderStopped, require_split
+from .this_comfyui import versions
 from .unloading import follow
 
-SPLIT_MODES = ("auto", "rows", "off", "tokens")
 _KEY = "monarch"
 
 
 def attach(model: Any, mode: str, on_report: Callable[[Report], None]) -> Any:
-    """A clone of MODEL whose sampling is split as `mode` says (one of SPLIT_MODES); replaces an earlier split.
+    """A clone of MODEL whose sampling is split as `mode` says (one of split.SPLIT_MODES); replaces an earlier split.
 
     `on_report` is called after each run. Raises UnsupportedFile for a MODEL from a file that ComfyUI cannot have read
     rightly: GGUF, a format that it does not know, or a damaged file.
@@ -69,52 +72,94 @@ class _SplitSampling:
     ) -> Any:
         guider = executor.class_obj
         report = Report(self._mode, steps=max(0, len(sigmas) - 1))
+        settings = settings_of_prompt()
         try:
-            cluster = load_configuration().cluster()
+            cluster = chosen_cluster(settings.cluster)
         except ConfigurationError as error:
             report.add_reason(str(error))
             self._on_report(report)
+            if settings.stop:
+                raise RenderStopped(report.reasons) from None
             return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         diffusion_model = guider.model_patcher.model.diffusion_model
+
+        def check() -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            live.look()
+
+        def look() -> None:
+            live.look()
+            if settings.stop:
+                require_split(report, session)
+
         session = Session(
             cluster,
-            own_versions(Path(comfy.__path__[0]).parent, _comfyui_version()),
+            versions(),
             report,
-            lambda: _described(guider.model_patcher),
-            check=comfy.model_management.throw_exception_if_processing_interrupted,
+            lambda: _described(guider.model_patcher, live),
+            check=check,
             progress=_FileProgress(),
             dequantised=lambda formats: dequantised(guider.model_patcher.model, formats),
             model=diffusion_model,
             family=find_family(diffusion_model),
         )
+        live = LiveRun(report, session, cluster.workers)
+        args, kwargs = _with_callback(live.step, args, kwargs)
+        remember = False
         try:
-            with session, _SplitModel(guider, session, len(cluster.workers) + 1).attached():
+            with turns.render(), session, _SplitModel(guider, session, len(cluster.workers) + 1, look).attached():
                 if session.splits_tokens or _expected_rows(guider, noise) > 1:
                     session.start()
-                return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-        except BaseException:
+                    look()
+                output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+                live.look(at_once=True)
+            remember = True
+            return output
+        except BaseException as error:
             # How many of its steps it got to is not known here.
             report.steps = 0
+            remember = isinstance(error, RenderStopped)
             raise
         finally:
+            live.end(remember=remember)
             self._on_report(report)
 
 
-def _described(patcher: Any) -> Recipe:
+def _with_callback(
+    told: Callable[[int], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """OUTER_SAMPLE's arguments after the sigmas, with a callback that also tells how many steps are done."""
+    given = kwargs.get("callback", args[1] if len(args) > 1 else None)
+
+    def callback(step: int, *rest: Any) -> None:
+        told(step + 1)
+        if given is not None:
+            given(step, *rest)
+
+    if len(args) > 1:
+        return (args[0], callback, *args[2:]), kwargs
+    return args, {**kwargs, "callback": callback}
+
+
+def _described(patcher: Any, live: LiveRun) -> Recipe:
     recipe = describe(patcher)
     follow(patcher, recipe.file.digest)
+    names.note(recipe.file.digest, recipe.file.name)
+    live.uses(recipe.file.name)
     return recipe
 
 
 class _SplitModel:
     """The wrappers of one run, innermost, so that other packs' wrappers see one ordinary model call."""
 
-    def __init__(self, guider: Any, session: Session, nodes: int) -> None:
+    def __init__(self, guider: Any, session: Session, nodes: int, look: Callable[[], None]) -> None:
+        """nodes: how many there are. look: called after each guidance step."""
         self._options = guider.model_options
         self._model = guider.model_patcher.model
         self._diffusion_model = self._model.diffusion_model
         self._session = session
         self._nodes = nodes
+        self._look = look
         self._entered = 0
         self._stock_forward: Callable[..., Any] | None = None
         self._apart: dict[Hashable, bool] = {}
@@ -166,6 +211,13 @@ class _SplitModel:
     # --- every guidance step: one or more conditionings ---------------------------------------------------------
 
     def _calc_cond_batch(
+        self, executor: Any, model: Any, conds: list[Any], x: torch.Tensor, timestep: torch.Tensor, options: Any
+    ) -> list[torch.Tensor]:
+        results = self._conditionings(executor, model, conds, x, timestep, options)
+        self._look()
+        return results
+
+    def _conditionings(
         self, executor: Any, model: Any, conds: list[Any], x: torch.Tensor, timestep: torch.Tensor, options: Any
     ) -> list[torch.Tensor]:
         active = [index for index, cond in enumerate(conds) if cond]
@@ -243,11 +295,3 @@ class _FileProgress:
         if self._bar is None:
             self._bar = comfy.utils.ProgressBar(total)
         self._bar.update_absolute(done, total)
-
-
-def _comfyui_version() -> str:
-    try:
-        from comfyui_version import __version__
-    except ImportError:
-        return ""
-    return __version__

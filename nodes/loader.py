@@ -7,11 +7,6 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..distributed.loading import load_checked
-from ..distributed.memory import forget_pages, is_unified, loaded_bytes, require_memory
-from ..distributed.replica import LOADED_WITH
-from ..formats import require_loadable
-
 
 class MonarchModelLoader(io.ComfyNode):
     """MODEL from a file in diffusion_models, loaded as Load Diffusion Model loads it."""
@@ -47,6 +42,11 @@ class MonarchModelLoader(io.ComfyNode):
         import comfy.sd
         import folder_paths
         import torch
+
+        from ..distributed.loading import load_checked
+        from ..distributed.memory import forget_pages, is_unified, loaded_bytes, require_memory
+        from ..distributed.replica import LOADED_WITH
+        from ..formats import require_loadable
 
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         report = require_loadable(path)

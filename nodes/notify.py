@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 
+from ..browser.server import prompt_server
 from ..distributed.report import Report
 
 STATUS_EVENT = "monarch.run"
+# ComfyUI runs one prompt at a time, in one thread.
+_followers: list[Callable[[Report], None]] = []
+
+
+@contextlib.contextmanager
+def followed(follower: Callable[[Report], None]) -> Iterator[None]:
+    """Within it, `follower` is given the report of every run, too."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
 
 
 class Notifier:
@@ -20,18 +35,11 @@ class Notifier:
         self.reports = [*self.reports, report][-16:]
         line = report.line()
         logging.info("Monarch: %s", line)
-        server = _server()
+        for follower in _followers:
+            follower(report)
+        server = prompt_server()
         if server is None:
             return
         server.send_sync(STATUS_EVENT, {"node": self._node_id, **report.as_dict()}, server.client_id)
         if self._node_id is not None and hasattr(server, "send_progress_text"):
             server.send_progress_text(line, self._node_id)
-
-
-def _server():  # type: ignore[no-untyped-def]
-    """ComfyUI's server, or None where ComfyUI is used as a library."""
-    try:
-        from server import PromptServer
-    except ImportError:
-        return None
-    return getattr(PromptServer, "instance", None)

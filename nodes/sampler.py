@@ -7,7 +7,6 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .attach import attach
 from .notify import Notifier
 from .split import split_input
 
@@ -85,6 +84,8 @@ class MonarchSampler(io.ComfyNode):
         denoise: float,
         split: str,
     ) -> io.NodeOutput:
+        from .attach import attach
+
         # ComfyUI's own module of this name, not the package this file is in.
         common_ksampler = importlib.import_module("nodes").common_ksampler
         notifier = Notifier(cls.hidden.unique_id)
