@@ -28,7 +28,9 @@ def say(text: str, *, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
-        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+        # At once: print writes the end of a line by itself, and other threads get in between.
+        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, 
     import torch
 
     from monarch_split.demo import reference_runtime
+    from monarch_split.distributed.jobs import say
     from monarch_split.distributed.runtime import run_model
     from monarch_split.distributed.serve import serve
     from monarch_split.tests.driving import slowed
@@ -223,14 +224,14 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, 
                 self.versions = dataclasses.replace(self.versions, pack=pack)
 
         def build(self, tree: dict[str, Any], path: Path, key: str) -> Any:
-            print("build", flush=True)
+            say("build")
             self._interrupted.wait(behaviour().get("build", 0))
             if "build_error" in behaviour():
                 raise MemoryError(behaviour()["build_error"])
             return TestReplica(self, super().build({"loader": tree["loader"]}, path, key))
 
         def release(self, files: Collection[str]) -> int:
-            print("release", *sorted(files), flush=True)
+            say(" ".join(["release", *sorted(files)]))
             return super().release(files)
 
     class TestReplica:
@@ -242,7 +243,7 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, 
             self._runtime, self._stock = runtime, stock
 
         def forward(self, args: list[Any], kwargs: dict[str, Any], through: Any = run_model) -> Any:
-            print("forward", flush=True)
+            say("forward")
             how = behaviour()
             if "at_block" not in how:
                 self._strike(how)
@@ -262,11 +263,11 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, 
             output = self._stock.forward(args, kwargs, watched)
             if how.get("in_place"):
                 kwargs["context"].zero_()
-            print("done", flush=True)
+            say("done")
             return None if output is None else output + how.get("noise", 0) * torch.randn(output.shape)
 
         def _enter(self, how: dict[str, Any], index: int) -> None:
-            print(f"block {index}", flush=True)
+            say(f"block {index}")
             if how.get("at_block") == index:
                 self._strike(how)
 
