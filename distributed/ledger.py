@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from . import plan
@@ -30,6 +30,8 @@ class Ledger:
         self._report = report
         self._peers = peers
         self._warm: set[tuple[str, int]] = set()
+        # By kind of forward: what was predicted before the first split of it.
+        self._predicted: dict[int, float] = {}
 
     @property
     def _model(self) -> str:
@@ -44,8 +46,8 @@ class Ledger:
         _agreed.add((self._model, peer.worker_id, split))
 
     def costs(self, peers: Sequence[Peer], what: Hashable) -> Costs:
-        """Costs of forwards of the kind `what`, computed with these peers."""
-        return _history.costs((self._model, tuple(peer.worker_id for peer in peers), what))
+        """Costs of forwards of the kind `what`, computed with these peers over these links."""
+        return _history.costs((self._model, tuple((peer.worker_id, peer.address) for peer in peers), what))
 
     def pays(self, costs: Costs, size: int) -> bool:
         """Whether to go on splitting, as far as `auto` decides that; notes why not."""
@@ -71,10 +73,19 @@ class Ledger:
             costs.record_pace(node, size, seconds)
         self._warm.add((node, id(costs)))
 
-    def record_split(self, costs: Costs, seconds: float, size: int, *, split: bool) -> None:
-        """A forward of `size` rows (or conditionings) was shared out; `split` says whether any went to a worker."""
-        costs.record_split(seconds)
-        alone = costs.alone_estimate(size, DRIVER)
+    def predict(self, costs: Costs, size: int, speedup: float) -> None:
+        """A forward of `size` rows is about to be split, which should make it so many times as fast.
+
+        What such splits were in earlier runs is a better guess. Only the first guess of a run counts.
+        """
+        if id(costs) not in self._predicted:
+            self._predicted[id(costs)] = plan.tried_speedup(costs, size, DRIVER) or speedup
+        self._report.predicted = self._predicted[id(costs)]
+
+    def record_split(self, costs: Costs, seconds: float, given: Mapping[str, float], *, split: bool) -> None:
+        """A forward was shared out, rows (or conditionings, or tokens) to nodes; `split`: whether any to a worker."""
+        costs.record_split(seconds, given)
+        alone = costs.alone_estimate(round(sum(given.values())), DRIVER)
         if not split:
             self._report.add_choice("the workers are too slow to get a share")
         elif alone is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import limits
@@ -46,6 +46,9 @@ class Costs:
     alone: float | None = None
     alone_is_cold: bool = True
     trials: list[float] = field(default_factory=list)
+    # What each node had of the latest of them, and whether these shares were chosen for want of a better result.
+    tried: dict[str, float] = field(default_factory=dict)
+    is_second_try: bool = False
     splits_from: float = 0.0
     # Why not before then.
     verdict: str = "splitting is not faster here"
@@ -73,14 +76,17 @@ class Costs:
         self.alone = seconds if self.alone is None else min(self.alone, seconds)
         self.alone_is_cold = self.alone_is_cold and first_of_run
 
-    def record_split(self, seconds: float) -> None:
+    def record_split(self, seconds: float, given: Mapping[str, float]) -> None:
+        """A forward was shared out: `given` rows, or parts of one, to each node."""
         self.trials = [*self.trials, seconds][-limits.TRIAL_FORWARDS :]
+        self.tried = dict(given)
 
     def refuse(self, verdict: str) -> None:
         """Splitting does not pay, for a while: the other machine or the link may have been busy."""
         self.splits_from = time.monotonic() + _VERDICT_SECONDS
         self.verdict = verdict
         self.trials = []
+        self.is_second_try = False
 
     def alone_estimate(self, rows: int, driver: str) -> float | None:
         """Seconds the driver alone needs for `rows` rows; at its own pace at most, because batching only helps."""
@@ -113,9 +119,7 @@ def shares(costs: Costs, nodes: Sequence[str], rows: int, *, everyone: bool = Fa
     as the average of the others. One that was too slow to get a row is taken to be a little faster each time, so that
     it is tried again.
     """
-    known = [pace for node in nodes if (pace := costs.pace(node))]
-    default = sum(known) / len(known) if known else 1.0
-    paces = [costs.pace(node) or default for node in nodes]
+    paces = _paces(costs, nodes)
     workers = sorted(range(1, len(nodes)), key=lambda node: -paces[node])
     served = {0, *(workers[: rows - 1] if everyone else [])}
     result = share_rows(rows, paces, [int(node in served) for node in range(len(nodes))])
@@ -130,13 +134,34 @@ def fractions(costs: Costs, nodes: Sequence[str]) -> list[float]:
 
     Equal until measured, and for machines that are as good as alike: that is what their noise would spoil.
     """
-    paces = [costs.pace(node) for node in nodes]
-    known = [pace for pace in paces if pace]
+    paces = _paces(costs, nodes)
+    if max(paces) < _ALIKE * min(paces):
+        paces = [1.0] * len(paces)
+    return [pace / sum(paces) for pace in paces]
+
+
+def _paces(costs: Costs, nodes: Sequence[str]) -> list[float]:
+    known = [pace for node in nodes if (pace := costs.pace(node))]
     default = sum(known) / len(known) if known else 1.0
-    filled = [pace or default for pace in paces]
-    if max(filled) < _ALIKE * min(filled):
-        filled = [1.0] * len(filled)
-    return [pace / sum(filled) for pace in filled]
+    return [costs.pace(node) or default for node in nodes]
+
+
+def predict(costs: Costs, nodes: Sequence[str], given: Sequence[int]) -> float:
+    """How many times as fast as the first node alone, the driver, a split into these rows should be.
+
+    By the paces of the nodes, which count as alike as long as none was measured; what sending takes is not known.
+    """
+    paces = _paces(costs, nodes)
+    slowest = max(share / pace for share, pace in zip(given, paces, strict=True))
+    measured = costs.pace(nodes[0]) is not None
+    alone = costs.alone_estimate(sum(given), nodes[0]) if measured else None
+    return (alone or sum(given) / paces[0]) / slowest
+
+
+def tried_speedup(costs: Costs, rows: int, driver: str) -> float | None:
+    """What a split into shares that were tried already was; None if that is not known."""
+    alone = costs.alone_estimate(rows, driver)
+    return alone / min(costs.trials) if alone and costs.trials else None
 
 
 def balance(costs: Costs, nodes: Sequence[str], rows: int, *, measured: int = 2) -> float:
@@ -179,7 +204,37 @@ def pays(costs: Costs, rows: int, driver: str) -> bool:
     if len(costs.trials) < limits.TRIAL_FORWARDS or costs.alone_is_cold:
         return True
     alone = costs.alone_estimate(rows, driver)
-    if alone is None or min(costs.trials) <= limits.WORTHWHILE_RATIO * alone:
+    if alone is None:
+        return True
+    if min(costs.trials) <= limits.WORTHWHILE_RATIO * alone:
+        costs.is_second_try = False
+        return True
+    if not costs.is_second_try and _shift(costs, limits.WORTHWHILE_RATIO * alone):
         return True
     costs.refuse("splitting is not faster here")
     return False
+
+
+def _shift(costs: Costs, at_most: float) -> bool:
+    """Whether shares by the paces of the last trials should bring a forward down to `at_most` seconds.
+
+    If so, these paces are what counts from now on: equal shares say little of machines that are not alike, nor do old
+    paces of one that has slowed down.
+    """
+    latest = {node: max(costs.paces.get(node, [0.0])[-limits.TRIAL_FORWARDS :]) for node in costs.tried}
+    paces, tried = list(latest.values()), list(costs.tried.values())
+    if not all(paces):
+        return False
+    if costs.proportional:
+        shifted: Sequence[float] = share_rows(round(sum(tried)), paces, [1, *[0] * (len(paces) - 1)])
+    else:
+        shifted = [sum(tried) * pace / sum(paces) for pace in paces]
+    before, after = (
+        max(share / pace for share, pace in zip(shares, paces, strict=True)) for shares in (tried, shifted)
+    )
+    if max(0.0, min(costs.trials) - before) + after > at_most:
+        return False
+    costs.paces.update({node: [pace] * 2 for node, pace in latest.items()})
+    costs.trials = []
+    costs.is_second_try = True
+    return True

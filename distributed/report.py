@@ -37,6 +37,8 @@ class Report:
     busy_seconds: float = 0.0
     split_seconds: float = 0.0
     alone_seconds: float = 0.0
+    # How many times as fast as this machine alone the last split was expected to be, before the first of its kind.
+    predicted: float | None = None
     reasons: list[str] = field(default_factory=list)
     # Those of the reasons for which nothing but `auto` decided against splitting.
     choices: list[str] = field(default_factory=list)
@@ -93,7 +95,8 @@ class Report:
         if not self.forwards_split:
             why = "; ".join(self.reasons + self.events) or "there was nothing to split"
             return f"One machine{pace}: {why}."
-        speedup = f", {self.speedup:.2f}x" if self.speedup else ""
+        predicted = f" ({self.predicted:.2f}x predicted)" if self.predicted else ""
+        speedup = f", {self.speedup:.2f}x{predicted}" if self.speedup else ""
         given = self.rows or {node: f"{part:.0%}" for node, part in self.tokens.items()}
         shares = ", ".join(f"{node} {share}" for node, share in given.items())
         approximate = ", approximate (compressed exchange)" if self.approximate else ""

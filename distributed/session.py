@@ -211,7 +211,8 @@ class Session:
                 return self._tokens.alone(forward, call, peers, costs)
             return self._ledger.alone(forward, call, costs)
         began = time.perf_counter()
-        shares = self._shares(costs, peers, call.rows)
+        given = self._shares(costs, peers, call.rows)
+        shares = list(given.values())
         spans = _spans(shares)
         tickets: list[tuple[Peer, int, int, int]] = []
         for peer, (start, stop) in zip(peers, spans[1:], strict=True):
@@ -240,8 +241,8 @@ class Session:
             self.report.forwards_split += 1
             self.report.busy_seconds += slowest
             self.report.split = "rows"
-            given = {peer.name: stop - start for peer, _, start, stop in tickets if start in parts}
-            self.report.rows = {DRIVER: shares[0], **given}
+            computed = {peer.name: stop - start for peer, _, start, stop in tickets if start in parts}
+            self.report.rows = {DRIVER: shares[0], **computed}
         complete = True
         for start, stop in spans:
             if start < stop and start not in parts:
@@ -250,12 +251,16 @@ class Session:
                 parts[start] = forward(*part.args, **part.kwargs)
         output = rows.join([parts[start] for start in sorted(parts)])
         if complete:
-            self._ledger.record_split(costs, time.perf_counter() - began, call.rows, split=split)
+            self._ledger.record_split(costs, time.perf_counter() - began, given, split=split)
         return output
 
-    def _shares(self, costs: Costs, peers: Sequence[Peer], rows: int) -> list[int]:
+    def _shares(self, costs: Costs, peers: Sequence[Peer], rows: int) -> dict[str, int]:
+        """Rows of each node, this machine first."""
         nodes = [DRIVER, *(peer.worker_id for peer in peers)]
-        return plan.shares(costs, nodes, rows, everyone=self.report.mode != "auto")
+        shares = plan.shares(costs, nodes, rows, everyone=self.report.mode != "auto")
+        if any(shares[1:]):
+            self._ledger.predict(costs, rows, plan.predict(costs, nodes, shares))
+        return dict(zip(nodes, shares, strict=True))
 
     # --- conditionings side by side -------------------------------------------------------------------------------
 
@@ -285,7 +290,8 @@ class Session:
 
     def _side_by_side(self, calls: Sequence[Callable[[], Any]], peers: list[Peer], costs: Costs) -> list[Any]:
         began, forwards = time.perf_counter(), self.report.forwards
-        shares = self._shares(costs, peers, len(calls))
+        given = self._shares(costs, peers, len(calls))
+        shares = list(given.values())
         spans = _spans(shares)
         nodes = [
             (peer, calls[start:stop]) for peer, (start, stop) in zip(peers, spans[1:], strict=True) if start < stop
@@ -309,7 +315,7 @@ class Session:
             self.report.split = "conditionings"
             self.report.rows = {DRIVER: shares[0], **{b.peer.name: b.conditionings for b in branches if b.remote}}
         if (split or not branches) and all(branch.peer in self._peers for branch in branches):
-            self._ledger.record_split(costs, seconds, len(calls), split=split)
+            self._ledger.record_split(costs, seconds, given, split=split)
         return results
 
     def _forward_in_branch(self, forward: Forward, call: Call, branch: PeerBranch) -> Any:

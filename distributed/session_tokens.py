@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import limits, plan
@@ -129,6 +129,7 @@ class ByTokens:
 
     def _with(self, peers: list[Peer], forward: Forward, call: Call, plain: Call) -> Any:
         costs, kind = self._costs(peers, call), self._kind(call)
+        self._hear()
         if not self._ledger.pays(costs, 1):
             return None
         if not self._ledger.unproven(peers, kind):
@@ -195,23 +196,31 @@ class ByTokens:
             self._report.add_choice(costs.verdict)
         return False
 
+    def _predict(self, peers: list[Peer], call: Call, costs: Costs, parts: Sequence[float]) -> None:
+        alone = costs.alone_estimate(1, DRIVER) or costs.alone
+        if alone is not None and costs.exchanges:
+            link = self.tokens.join(peers, device_of(call.args[0]))
+            seconds = link.predict(parts[0] * alone, costs.swapped_bytes, costs.exchanges, len(parts))
+            self._ledger.predict(costs, 1, alone / seconds)
+
     def _split(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> TokenForward | None:
         """A forward computed by tokens, which counts, or None if that did not work out."""
         done = self._compute(peers, forward, call, plain, costs)
         if done is not None:
             self._report.forwards_split += 1
-            self._ledger.record_split(costs, done.seconds, 1, split=True)
+            given = dict(zip(_nodes(peers), done.parts, strict=True))
+            self._ledger.record_split(costs, done.seconds, given, split=True)
         return done
 
     def _compute(
         self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs
     ) -> TokenForward | None:
         """A forward computed by tokens, or None if that did not work out."""
-        for kind, peer, part, seconds in self.tokens.heard():
-            self._ledger.record_pace(kind, peer.worker_id, part, seconds)
+        self._hear()
         parts = plan.fractions(costs, _nodes(peers))
         overlap = self.tokens.overlaps(costs.swapped_bytes, costs.alone, len(parts))
         with self._failures():
+            self._predict(peers, call, costs, parts)
             done = self.tokens.forward(forward, call, plain, peers, parts, kind=costs, overlap=overlap)
             self._ledger.record_pace(costs, DRIVER, done.parts[0], done.busy)
             self._report.split, self._report.rows = _SPLIT, {}
@@ -220,6 +229,11 @@ class ByTokens:
             self._report.waiting += done.waiting
             return done
         return None
+
+    def _hear(self) -> None:
+        """Take down what workers have said of earlier forwards."""
+        for kind, peer, part, seconds in self.tokens.heard():
+            self._ledger.record_pace(kind, peer.worker_id, part, seconds)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

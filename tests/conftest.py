@@ -60,6 +60,17 @@ def worker(forge: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def one_thread() -> Any:
+    """This process computes with one thread: more of them wait for each other where other work takes the cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """See driving.equal_shares."""
     from monarch_split.tests.driving import equal_shares

@@ -176,7 +176,8 @@ class NetworkProxy:
             self._close(way)
 
     def _send(self, way: _Way, now: float) -> None:
-        budget = _TURN_BYTES if self._rate < float("inf") else _WINDOW_BYTES
+        # Short turns could not fill a fast link.
+        budget = int(min(max(_TURN_BYTES, self._rate * _TICK / 2), _WINDOW_BYTES))
         while way.queue and way.queue[0][0] <= now and self._allowance[way.name] > 0 and budget > 0:
             due, data = way.queue[0]
             if not data:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_split.demo.reference import ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, render, three_workers
+from monarch_split.tests.driving import SAME, open_session, render, sample_once, slowed, three_workers
 from monarch_split.tests.worker_process import Worker
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @pytest.fixture
@@ -42,6 +45,31 @@ def test_a_slow_worker_gets_fewer_rows_and_is_waited_for(
     assert report.forwards_split == 1
     assert report.waiting > 2
     assert not report.events
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [("auto", {"batch": 6}), ("rows", {"batch": 6}), ("auto", {"size": 128}), ("tokens", {"size": 128})],
+    ids=["auto, rows", "rows", "auto, tokens", "tokens"],
+)
+def test_a_machine_that_slows_down_in_the_middle_of_a_run_gets_less_within_a_few_steps(
+    workers: list[Worker], recipe: Recipe, mode: str, how: dict[str, Any]
+) -> None:
+    model, slow, seen = ReferenceDiT(TINY), 0.002, []
+    slowed(model, slow)
+    workers[0].behave(slow_token=slow)
+    render([workers[0].address], recipe, model, mode=mode, steps=6, cfg=1.0, **how)
+
+    def on_step(step: int) -> None:
+        given = session.report.rows or session.report.tokens
+        seen.append(given["one"] / sum(given.values()))
+        if step == 1:
+            workers[0].behave(slow_token=2 * slow)
+
+    with open_session([workers[0].address], recipe, mode=mode, model=model) as session:
+        sample_once(session, model, steps=7, cfg=1.0, on_step=on_step, **how)
+    assert seen[0] == pytest.approx(1 / 2, abs=0.07)
+    assert seen[-1] == pytest.approx(1 / 3, abs=0.07), session.report.line()
 
 
 @pytest.mark.parametrize("cold", [0.0, 0.4])
@@ -73,7 +101,7 @@ def test_auto_goes_on_with_a_split_that_pays(addresses: list[str], recipe: Recip
     assert report.forwards_split >= 6
     assert report.speedup is not None
     assert report.speedup > 1.2
-    assert "x (this machine" in report.line()
+    assert "x predicted) (this machine" in report.line()
 
 
 def test_auto_gives_no_rows_to_a_worker_that_is_far_too_slow(

@@ -10,6 +10,7 @@ from monarch_split.distributed import limits, plan
 from monarch_split.distributed.plan import Costs, History, pays, share_rows, shares, wants_measure_alone
 
 NODES = ["driver", "worker"]
+BOTH = {"driver": 1, "worker": 1}
 
 
 def costs(**paces: float) -> Costs:
@@ -120,7 +121,7 @@ def test_a_measurement_that_includes_warming_up_is_repeated_before_it_judges() -
     known.record_alone(10.0, first_of_run=True)
     assert not wants_measure_alone(known)
     for _ in range(limits.TRIAL_FORWARDS):
-        known.record_split(20.0)
+        known.record_split(20.0, BOTH)
     assert pays(known, 2, "driver")
     assert wants_measure_alone(known)
     known.record_alone(2.0, first_of_run=False)
@@ -132,7 +133,7 @@ def _judged(alone: float, split: list[float], **paces: float) -> bool:
     known = costs(**paces)
     known.record_alone(alone, first_of_run=False)
     for seconds in split:
-        known.record_split(seconds)
+        known.record_split(seconds, BOTH)
     return pays(known, 2, "driver")
 
 
@@ -161,15 +162,15 @@ def test_a_verdict_is_remembered_and_tried_again_later(monkeypatch: pytest.Monke
     monkeypatch.setattr(plan.time, "monotonic", lambda: now)
     known = costs()
     known.record_alone(1.0, first_of_run=False)
-    known.record_split(2.0)
-    known.record_split(2.0)
+    known.record_split(2.0, BOTH)
+    known.record_split(2.0, BOTH)
     assert not pays(known, 2, "driver")
     now += 60
     assert not pays(known, 2, "driver")
     now += 3600
     assert pays(known, 2, "driver")
-    known.record_split(0.5)
-    known.record_split(0.5)
+    known.record_split(0.5, BOTH)
+    known.record_split(0.5, BOTH)
     assert pays(known, 2, "driver")
 
 
@@ -186,7 +187,7 @@ def _tried(trials: list[float], *, cold: bool = False, refused: bool = False, **
     known = costs(**paces)
     known.record_alone(2.0, first_of_run=cold)
     for seconds in trials:
-        known.record_split(seconds)
+        known.record_split(seconds, BOTH)
     if refused:
         known.refuse("no")
     return known
@@ -232,3 +233,83 @@ def test_what_a_forward_takes_is_known_once_it_was_split_and_measured_alone() ->
     assert plan.seconds(_tried([1.2, 1.1], cold=True), 3, "driver") is None
     assert plan.seconds(_tried([1.2, 1.1]), 3, "driver") == 1.1
     assert plan.seconds(_tried([3.2, 3.1], refused=True), 3, "driver") == 2.0
+
+
+def _after_trials(seconds: float, given: dict[str, float], paces: list[float], *, tokens: bool = False) -> Costs:
+    """A forward of six rows that takes 6 s alone was tried twice; the nodes were measured once, at `paces`."""
+    known = Costs(paces={node: [pace] for node, pace in zip(NODES, paces, strict=True)}, proportional=not tokens)
+    known.record_alone(6.0, first_of_run=False)
+    for _ in range(limits.TRIAL_FORWARDS):
+        known.record_split(seconds, given)
+    return known
+
+
+def test_equal_shares_do_not_condemn_a_split_with_a_slower_machine() -> None:
+    known = _after_trials(6.1, {"driver": 3, "worker": 3}, [1.0, 0.5])
+    assert pays(known, 6, "driver")
+    assert shares(known, NODES, 6) == [4, 2]
+    by_tokens = _after_trials(6.1, {"driver": 0.5, "worker": 0.5}, [1 / 6, 1 / 12], tokens=True)
+    assert pays(by_tokens, 1, "driver")
+    assert plan.fractions(by_tokens, NODES) == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_other_shares_are_tried_once() -> None:
+    known = _after_trials(6.1, {"driver": 3, "worker": 3}, [1.0, 0.5])
+    assert pays(known, 6, "driver")
+    for _ in range(limits.TRIAL_FORWARDS):
+        assert pays(known, 6, "driver")
+        known.record_split(6.1, {"driver": 4, "worker": 2})
+    known.paces["worker"] = [1.0] * 3
+    assert not pays(known, 6, "driver")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "paces"),
+    [
+        pytest.param(9.0, [1.0, 1.0], id="the link takes the time"),
+        pytest.param(9.0, [1.0, 0.5], id="the link takes more than other shares would gain"),
+        pytest.param(31.0, [1.0, 0.1], id="the worker is too slow for any row"),
+    ],
+)
+def test_where_other_shares_would_not_help_they_are_not_tried(seconds: float, paces: list[float]) -> None:
+    assert not pays(_after_trials(seconds, {"driver": 3, "worker": 3}, paces), 6, "driver")
+
+
+def test_a_machine_that_slows_down_is_judged_by_its_latest_paces() -> None:
+    known = costs(driver=1.0, worker=1.0)
+    known.record_alone(6.0, first_of_run=False)
+    for _ in range(limits.TRIAL_FORWARDS):
+        assert pays(known, 6, "driver")
+        known.record_pace("worker", 3, 6.0)
+        known.record_split(6.1, {"driver": 3, "worker": 3})
+    assert known.pace("worker") == 1.0
+    assert pays(known, 6, "driver")
+    assert shares(known, NODES, 6) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("paces", "given", "expected"),
+    [
+        ({}, [1, 1], 2.0),
+        ({}, [2, 1], 1.5),
+        ({"driver": 2.0}, [2, 2], 2.0),
+        ({"driver": 1.0, "worker": 0.5}, [4, 2], 1.5),
+        ({"driver": 1.0, "worker": 0.5}, [3, 3], 1.0),
+    ],
+)
+def test_the_predicted_speed_up_follows_the_paces_that_are_known(
+    paces: dict[str, float], given: list[int], expected: float
+) -> None:
+    assert plan.predict(costs(**paces), NODES, given) == pytest.approx(expected)
+
+
+def test_the_predicted_speed_up_is_over_what_one_machine_was_measured_to_take() -> None:
+    known = costs(driver=1.0, worker=1.0)
+    known.record_alone(1.5, first_of_run=False)
+    assert plan.predict(known, NODES, [1, 1]) == pytest.approx(1.5)
+
+
+def test_what_was_tried_before_is_known_only_together_with_what_it_has_to_beat() -> None:
+    assert plan.tried_speedup(_tried([]), 2, "driver") is None
+    assert plan.tried_speedup(_tried([1.6, 1.25], cold=True), 2, "driver") is None
+    assert plan.tried_speedup(_tried([1.6, 1.25]), 2, "driver") == pytest.approx(1.6)
