@@ -233,7 +233,12 @@ def main() -> int:
         "ratio": "median time of plain TCP / median time of the channel",
         "tiny_us": f"median round trip of {TINY_BYTES} bytes",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": {
+            "cpu_cores": os.cpu_count(),
+            "cores_used": len(os.sched_getaffinity(0)),
+            "architecture": platform.machine(),
+            "system": platform.system(),
+        },
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),
         "lanes": limits.DATA_LANES,

@@ -149,7 +149,12 @@ def main() -> int:
         "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
         "overhead_beyond_bytes_ms": "without what the latents take at the rate of plain TCP over this loopback",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": {
+            "cpu_cores": os.cpu_count(),
+            "cores_used": len(os.sched_getaffinity(0)),
+            "architecture": platform.machine(),
+            "system": platform.system(),
+        },
         "torch": torch.__version__,
         "latent_bytes_per_row": LATENT_BYTES,
         "result": results["encrypted"],
