@@ -43,6 +43,7 @@ TINY_BYTES = 1024
 # Kinds of message as the driver has them: (bytes there, bytes back) of one message.
 WAYS: dict[str, tuple[int, int]] = {"there": (1, 0), "back": (0, 1), "both": (1, 1)}
 ENCRYPTED, CLEAR = "encrypted", "clear"
+_AMOUNTS = (0, TINY_BYTES, *(mib * limits.MIB for mib in SIZES))
 _WAIT_SECONDS = 1.0
 
 
@@ -98,12 +99,13 @@ def serve(report: Callable[[dict[str, int]], None], keys: KeyPair, accepted: soc
 
 
 def _serve_channel(channel: WorkerChannel) -> None:
-    answers = {size: torch.ones(size, dtype=torch.uint8) for size in (0, TINY_BYTES, *(n * limits.MIB for n in SIZES))}
+    answers = {size: torch.ones(size, dtype=torch.uint8) for size in _AMOUNTS}
     while True:
         channel.wait(_WAIT_SECONDS)
         for session, message in channel.receive():
             if message.kind is Kind.HELLO:
                 channel.admit(session)
+                channel.send(session, Kind.WELCOME, {"for": message.number})
                 continue
             body: dict[str, Any] = {"for": message.number, "data": answers[message.body["bytes"]]}
             channel.send(session, Kind.ECHO, body)
@@ -129,12 +131,14 @@ class Driver:
         self.channels = {name: DriverChannel(HOST, port, keys=channel_keys[name]) for name, port in ports.items()}
         for channel in self.channels.values():
             channel.send(Kind.HELLO, {"lanes": channel.lanes})
+            while not channel.receive(_WAIT_SECONDS):
+                pass
         self._streams = Streams(
             [socket.create_connection(tcp) for _ in range(limits.DATA_LANES)], max(SIZES) * limits.MIB
         )
         self._control = socket.create_connection(tcp)
         self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._data: dict[int, torch.Tensor] = {}
+        self._data = {size: torch.ones(size, dtype=torch.uint8) for size in _AMOUNTS}
 
     def close(self) -> None:
         self._control.close()
@@ -150,8 +154,7 @@ class Driver:
 
     def over_channel(self, name: str, there: int, back: int) -> None:
         channel = self.channels[name]
-        data = self._data.setdefault(there, torch.ones(there, dtype=torch.uint8))
-        channel.send(Kind.ECHO, {"data": data, "bytes": back})
+        channel.send(Kind.ECHO, {"data": self._data[there], "bytes": back})
         while not channel.receive(_WAIT_SECONDS):
             pass
 

@@ -259,26 +259,28 @@ def encode(message: Message, *, snapshot: bool = False) -> Encoded:
     The frames share the tensors' memory; with `snapshot`, those to be sent in chunks do not.
     """
     body, tensors = pack_plain(message.body, message.kind.name.lower())
-    if snapshot:
-        tensors = [t.clone() if t.is_cpu and t.nbytes > limits.INLINE_BYTES else t for t in tensors]
-    views = [tensor_bytes(tensor) for tensor in tensors]
-    inline = [view.nbytes <= limits.INLINE_BYTES for view in views]
-    specs = [
-        [_DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes, int(is_inline)]
-        for tensor, view, is_inline in zip(tensors, views, inline, strict=True)
-    ]
+    specs: list[list[Any]] = []
+    inline: list[memoryview] = []
+    chunked: list[tuple[int, memoryview]] = []
+    total = 0
+    for index, tensor in enumerate(tensors):
+        nbytes = tensor.nbytes
+        is_inline = nbytes <= limits.INLINE_BYTES
+        specs.append([_DTYPE_NAMES[tensor.dtype], tensor.shape, nbytes, int(is_inline)])
+        if is_inline:
+            inline.append(tensor_bytes(tensor))
+        else:
+            chunked.append((index, tensor_bytes(tensor.clone() if snapshot and tensor.is_cpu else tensor)))
+        total += nbytes
     header = _encode_json({"b": body, "t": specs}).encode()
-    total = sum(view.nbytes for view in views)
-    if len(header) > limits.MAX_HEADER_BYTES or len(views) > limits.MAX_TENSORS or total > limits.MAX_MESSAGE_BYTES:
+    if len(header) > limits.MAX_HEADER_BYTES or len(tensors) > limits.MAX_TENSORS or total > limits.MAX_MESSAGE_BYTES:
         raise ValueError(
-            f"a {message.kind.name} message is too large to send: {len(header)} header bytes, {len(views)} tensors, "
+            f"a {message.kind.name} message is too large to send: {len(header)} header bytes, {len(tensors)} tensors, "
             f"{total} tensor bytes"
         )
     prefix = _PREFIX.pack(MAGIC, limits.PROTOCOL_VERSION, message.kind, 0, len(header), message.number)
-    control: list[Any] = [prefix + header]
-    control += [view for view, is_inline in zip(views, inline, strict=True) if is_inline]
-    chunked = [(i, view) for i, (view, is_inline) in enumerate(zip(views, inline, strict=True)) if not is_inline]
-    return Encoded(message.number, control, chunked, len(control[0]) + total)
+    head = prefix + header
+    return Encoded(message.number, [head, *inline], chunked, len(head) + total)
 
 
 def chunk_prefix(number: int, index: int, offset: int) -> bytes:

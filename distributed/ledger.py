@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from . import plan
-from .outputs import synchronize
+from .outputs import shapes, synchronize
 from .peer import Peer
 from .peers import Peers
 from .plan import Costs, History
@@ -30,6 +30,8 @@ class Ledger:
         self._report = report
         self._peers = peers
         self._warm: set[tuple[str, int]] = set()
+        # By the shapes of a call: those who took part when `auto` decided against splitting it, and its costs.
+        self._settled: dict[Hashable, tuple[tuple[Peer, ...], Costs]] = {}
         # By kind of forward: what was predicted before the first split of it.
         self._predicted: dict[int, float] = {}
 
@@ -49,12 +51,25 @@ class Ledger:
         """Costs of forwards of the kind `what`, computed with these peers over these links."""
         return _history.costs((self._model, tuple((peer.worker_id, peer.address) for peer in peers), what))
 
-    def pays(self, costs: Costs, size: int) -> bool:
-        """Whether to go on splitting, as far as `auto` decides that; notes why not."""
+    def pays(self, costs: Costs, size: int, call: Call | None = None) -> bool:
+        """Whether to go on splitting, as far as `auto` decides that; notes why not.
+
+        call: the forward, if other ways to split it were considered before.
+        """
+        refused = plan.is_refused(costs)
         if self._report.mode != "auto" or plan.pays(costs, size, DRIVER):
             return True
         self._report.add_choice(costs.verdict)
+        members = self._peers.members
+        # A verdict of just now may yet have the next forward try the other split.
+        if refused and call is not None and all(peer.ready for peer in members):
+            self._settled[shapes(call)] = members, costs
         return False
+
+    def is_settled(self, call: Call) -> bool:
+        """Whether `auto` has decided against splitting such a forward. Cheap: a short forward has no time to lose."""
+        found = self._settled.get(shapes(call)) if self._settled else None
+        return found is not None and found[0] == self._peers.members and plan.is_refused(found[1])
 
     def wants_measure_alone(self, costs: Costs) -> bool:
         """Whether `auto` needs to know what this machine alone takes for the next forward."""

@@ -110,7 +110,8 @@ class ComfyRuntime:
         patcher.force_cast_weights = tree["force_cast"]
         # The same recipe gets the same identity, so that a run with unchanged patches finds its weights loaded.
         patcher.patches_uuid = key
-        self._set_aside()
+        # Now, and not with the first forward: the driver's own weights are on their way to its device, too.
+        self.use(patcher)
         return ComfyReplica(self, patcher, patched)
 
     def _base(self, tree: dict[str, Any], path: Path) -> Any:
@@ -185,9 +186,9 @@ class ComfyRuntime:
             self._loaded.cleanup()
         self._loaded = None
 
-    def use(self, patcher: Any, input_shape: list[int]) -> None:
-        """Have `patcher` on its device, ready for a forward on inputs of this shape."""
-        required = patcher.memory_required(input_shape)
+    def use(self, patcher: Any, input_shape: list[int] | None = None) -> None:
+        """Have `patcher` on its device, ready for a forward on inputs of this shape if that is known."""
+        required = patcher.memory_required(input_shape) if input_shape else 0
         if self._loaded is patcher and required <= self._loaded_for:
             return
         if self._loaded is not patcher:

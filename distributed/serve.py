@@ -18,7 +18,7 @@ from .folders import default_cache_folder
 from .jobs import say
 from .pairing import announced, issue_code
 from .runtime import Runtime
-from .worker import Worker, run_until_stopped
+from .worker import Worker, stopped_by_signals
 
 _MANY_FILES = 65_536
 
@@ -68,12 +68,13 @@ def serve(
     device = runtime.describe()
     say(f"{worker.name}: {device['device']}, {device['memory']}")
     say(f"Files that a driver sends are kept in {folder}")
-    say(f"Listening on {', '.join(map(str, worker.addresses))}")
     try:
-        with announced(worker.addresses):
-            if pair or (encrypted and new_here):
-                _print_code(worker.addresses)
-            run_until_stopped(worker)
+        with stopped_by_signals(worker):
+            say(f"Listening on {', '.join(map(str, worker.addresses))}")
+            with announced(worker.addresses):
+                if pair or (encrypted and new_here):
+                    _print_code(worker.addresses)
+                worker.run()
     except AuthError as error:
         say(f"The worker cannot go on: {error}.", error=True)
         return 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import plan, rows
+from . import limits, plan, rows
 from .cluster import Cluster
 from .codec import NotPlainData, pack_plain
 from .families import Family
@@ -62,6 +62,7 @@ class Session:
             self._tokens = ByTokens(run, self._peers, self._ledger, report, self._plain)
         self._conditionings = Conditionings()
         self._first_forward_at: float | None = None
+        self._next_look = 0.0
 
     def __enter__(self) -> Session:
         return self
@@ -115,6 +116,8 @@ class Session:
             output = forward(*args, **kwargs)
             self._conditionings.advance_arrived()
             return output
+        if self._ledger.is_settled(call):
+            return self._settled(forward, call)
         if self.report.mode == "tokens" or (call.rows < 2 and not self._conditionings.apart):
             if self._tokens is not None:
                 return self._tokens.forward(forward, call)
@@ -160,6 +163,13 @@ class Session:
         self._peers.look()
         return forward(*call.args, **call.kwargs)
 
+    def _settled(self, forward: Forward, call: Call) -> Any:
+        """Compute a forward on this machine that `auto` does not split: it may be so short that even looking counts."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + limits.POLL_SECONDS
+            self._peers.look()
+        return forward(*call.args, **call.kwargs)
+
     def _prove(self, forward: Forward, call: Call, plain: Call, peers: list[Peer], unproven: list[Peer]) -> Any:
         """Compute a forward here while new peers compute its last row; keep those that agree."""
         tickets: list[tuple[Peer, int]] = []
@@ -203,7 +213,7 @@ class Session:
         return by_rows()
 
     def _by_rows(self, forward: Forward, call: Call, plain: Call, peers: list[Peer], costs: Costs) -> Any:
-        if not self._ledger.pays(costs, call.rows):
+        if not self._ledger.pays(costs, call.rows, call):
             return self._here(forward, call)
         if self._ledger.wants_measure_alone(costs):
             self._peers.look()

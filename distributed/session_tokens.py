@@ -130,7 +130,7 @@ class ByTokens:
     def _with(self, peers: list[Peer], forward: Forward, call: Call, plain: Call) -> Any:
         costs, kind = self._costs(peers, call), self._kind(call)
         self._hear()
-        if not self._ledger.pays(costs, 1):
+        if not self._ledger.pays(costs, 1, call):
             return None
         if not self._ledger.unproven(peers, kind):
             if self._ledger.wants_measure_alone(costs):

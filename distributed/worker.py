@@ -10,7 +10,7 @@ import contextlib
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -245,9 +245,9 @@ class Worker:
         return None
 
 
-def run_until_stopped(worker: Worker) -> None:
-    """Run the worker; SIGINT and SIGTERM end it in good order, a second one at once."""
-
+@contextlib.contextmanager
+def stopped_by_signals(worker: Worker) -> Iterator[None]:
+    """Within it SIGINT and SIGTERM end the worker in good order, even before it runs; a second one at once."""
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -257,7 +257,7 @@ def run_until_stopped(worker: Worker) -> None:
     for number in previous:
         signal.signal(number, stop)
     try:
-        worker.run()
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

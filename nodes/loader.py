@@ -34,6 +34,7 @@ class MonarchModelLoader(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model, for any node that takes one.")],
+            hidden=[io.Hidden.prompt],
         )
 
     @classmethod
@@ -47,6 +48,7 @@ class MonarchModelLoader(io.ComfyNode):
         from ..distributed.memory import forget_pages, is_unified, loaded_bytes, require_memory
         from ..distributed.replica import LOADED_WITH
         from ..formats import require_loadable
+        from .early_loading import load_early
 
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         report = require_loadable(path)
@@ -63,6 +65,7 @@ class MonarchModelLoader(io.ComfyNode):
         if unified:
             forget_pages(Path(path))
         model.set_attachments(LOADED_WITH, (comfy.sd.load_diffusion_model, (path, options)))
+        load_early(model, getattr(cls.hidden, "prompt", None))
         return io.NodeOutput(model)
 
 

@@ -43,11 +43,14 @@ class MonarchSplit(io.ComfyNode):
                 split_input(),
             ],
             outputs=[io.Model.Output(tooltip="The same model; sampling it is split.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
     def execute(cls, model: Any, split: str) -> io.NodeOutput:
         from .attach import attach
+        from .early_loading import load_early
 
-        return io.NodeOutput(attach(model, split, Notifier(cls.hidden.unique_id)))
+        split_model = attach(model, split, Notifier(cls.hidden.unique_id))
+        load_early(split_model, getattr(cls.hidden, "prompt", None))
+        return io.NodeOutput(split_model)

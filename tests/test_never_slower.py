@@ -15,9 +15,9 @@ from monarch_split.demo.reference import TINY, ReferenceDiT
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.report import Report
-from monarch_split.tests.driving import SAME, forget, render, slowed, three_workers
+from monarch_split.tests.driving import SAME, forget, open_session, render, sample_once, slowed, three_workers
 from monarch_split.tests.network_proxy import NetworkProxy, network_to
-from monarch_split.tests.worker_process import Worker
+from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="workers run on Linux"),
@@ -120,6 +120,28 @@ def test_tiny_renders_are_not_split_even_on_this_machine_for_more_than_the_trial
     assert report.forwards_split == 0
     assert "faster" in report.line()
     assert not worker.reached("forward")
+
+
+def test_a_worker_that_joins_later_is_tried_though_the_others_did_not_pay(
+    forge: Forge, worker: Worker, recipe: Recipe, slow_model: ReferenceDiT
+) -> None:
+    worker.kill()
+    with ended(far_too_slow := forge.worker("slow")):
+        far_too_slow.behave(slow=0.3)
+        addresses = [far_too_slow.address, worker.address]
+        with open_session(addresses, recipe, mode="auto", model=slow_model) as session:
+            sample_once(session, slow_model, steps=8)
+            split = session.report.forwards_split
+            assert split <= limits.TRIAL_FORWARDS
+            assert "splitting is not faster here" in session.report.line()
+            with ended(forge.worker(port=worker.port, cache=worker.cache)):
+
+                def is_tried() -> bool:
+                    sample_once(session, slow_model, steps=1)
+                    return session.report.forwards_split > split
+
+                until(is_tried, "a forward that is split again")
+            assert "joined in the middle of the run" in session.report.line()
 
 
 # So that what these machines compute besides does not count, nor what else they do.

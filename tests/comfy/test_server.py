@@ -79,6 +79,23 @@ def test_the_nodes_are_there_with_ksamplers_inputs_in_ksamplers_order(server: An
             assert settings.get("tooltip"), f"{node}.{name} has no tooltip"
 
 
+def test_the_loader_node_has_the_worker_load_before_anything_is_sampled(
+    server: Any, start_worker: Callable[..., Any]
+) -> None:
+    with start_worker(name="second") as worker:
+        join(server, worker)
+        loader = {"unet_name": "flux_schnell.safetensors", "weight_dtype": "fp8_e5m2"}
+        shown = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}
+        # Not connected to an output, so that it is in the prompt and is not run.
+        sampler = {"class_type": "MonarchSampler", "inputs": {"model": ["1", 0], "split": "auto"}}
+        nodes = {"1": {"class_type": "MonarchModelLoader", "inputs": loader}, "2": shown, "3": sampler}
+        server.run(nodes, timeout=60)
+        deadline = time.monotonic() + 30
+        while "is ready after" not in worker.output:
+            assert time.monotonic() < deadline, worker.output
+            time.sleep(0.05)
+
+
 def test_help_pages_and_templates_are_served(server: Any) -> None:
     import urllib.request
 
