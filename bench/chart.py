@@ -54,7 +54,8 @@ def chart(record: Mapping[str, Any]) -> str:
 def _row(y: float, name: str, mode: Mapping[str, Any], speedup: float | None, x: Any) -> list[str]:
     parts = [_text(_LEFT - 14, y + 5, name, size=14, weight=600, anchor="end")]
     if mode["median_s"] is None:
-        return [*parts, _text(_LEFT + 8, y + 4, "no run that counts", fill=_QUIET)]
+        why = "failed" if mode["failed"] else "no run that counts"
+        return [*parts, _text(_LEFT + 8, y + 4, why, fill=_QUIET)]
     dark, light = (_SPLIT, _SPLIT_REST) if mode["forwards_split"] else (_ONE, _ONE_REST)
     top = y - _BAR / 2
     sampling = min(mode["sampling"]["median_s"], mode["median_s"])

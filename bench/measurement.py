@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..demo.comfy_client import ComfyClient
+from ..demo.comfy_client import ComfyClient, ComfyError
 from .chart import chart
 from .graph import Measurable, measurable
 from .record import Record, models, samplings, summary
@@ -27,7 +27,11 @@ _REMOTE = (
 
 
 def measure(path: Path, client: ComfyClient, modes: Sequence[str], runs: int, say: Callable[[str], None]) -> Record:
-    """Measure a workflow file in `modes`, each `runs` times. Raises BenchError, ComfyError and OSError."""
+    """Measure a workflow file in `modes`, each `runs` times.
+
+    What ends it early leaves the runs that were done until then in the record, with the reason in `cut_short`. Raises
+    BenchError, ComfyError, OSError or KeyboardInterrupt if there was none.
+    """
     require_idle(client)
     info = client.all_object_info()
     workflow = read_workflow(path, info)
@@ -38,13 +42,23 @@ def measure(path: Path, client: ComfyClient, modes: Sequence[str], runs: int, sa
         say("measuring the link to each worker")
     examined = workers.examine()
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    done = Runner(client, graph, workers, say).all(modes, runs)
+    system = client.system_stats().get("system", {})
+    runner = Runner(client, graph, workers, say)
+    cut_short = None
+    try:
+        runner.all(modes, runs)
+    except (KeyboardInterrupt, ComfyError, OSError) as error:
+        if not runner.done:
+            raise
+        cut_short = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    done = runner.done
     record = {
         **summary(done, modes),
         "runs_asked": runs,
+        "cut_short": cut_short,
         "began": began,
         **_conditions(workflow, graph, done),
-        "driver": _driver(client, done),
+        "driver": _driver(client, system, done),
         "workers": examined,
         "cluster": workers.settings,
         "notes": [_REMOTE] if not is_local(client) else [],
@@ -55,6 +69,11 @@ def measure(path: Path, client: ComfyClient, modes: Sequence[str], runs: int, sa
 def finding(record: Record) -> str | None:
     """What is wrong with a measurement, in a sentence; None if nothing is."""
     modes = record["modes"]
+    if record["cut_short"]:
+        return f"The measurement was cut short, and holds what was done until then: {record['cut_short']}"
+    failed = {mode: why for mode, each in modes.items() if (why := _why_failed(each)) is not None}
+    if failed:
+        return f"A run of {', '.join(failed)} failed, is marked and not in the medians: {next(iter(failed.values()))}"
     lost = [mode for mode, each in modes.items() if any(run["lost"] for run in each["not_counted"])]
     if lost:
         return f"A worker was lost in runs of {', '.join(lost)}; those runs are marked and not in the medians."
@@ -63,6 +82,10 @@ def finding(record: Record) -> str | None:
         why = next((run["why"] for each in modes.values() for run in each["not_counted"]), "")
         return f"No split was measured: {why}."
     return None
+
+
+def _why_failed(mode: Record) -> str | None:
+    return next((run["why"] for run in mode["not_counted"] if run["failed"]), None)
 
 
 def write(record: Record, folder: Path) -> None:
@@ -79,7 +102,7 @@ def _conditions(workflow: Workflow, graph: Measurable, runs: Sequence[Run]) -> d
             "file": workflow.path.name,
             "sha256": workflow.digest,
             "form": workflow.form,
-            "changes": list(graph.changes),
+            "changes": [*workflow.changes, *graph.changes],
             "settings": graph.settings(),
         },
         "models": models(runs),
@@ -87,8 +110,7 @@ def _conditions(workflow: Workflow, graph: Measurable, runs: Sequence[Run]) -> d
     }
 
 
-def _driver(client: ComfyClient, runs: Sequence[Run]) -> dict[str, Any]:
-    system = client.system_stats().get("system", {})
+def _driver(client: ComfyClient, system: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
     facts = runs[0].facts
     return {
         "device": facts["device"],

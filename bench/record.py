@@ -7,10 +7,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from safetensors.torch import load
-
-from ..distributed.outputs import relative_difference
 from .runs import COLD, MEASURED, Run
 
 Record = dict[str, Any]
@@ -19,8 +15,7 @@ Record = dict[str, Any]
 def summary(runs: Sequence[Run], modes: Sequence[str]) -> Record:
     """What came out of the runs: `modes`, and as `speedup` how many times as fast as "one" each other mode was."""
     counted = {mode: [run for run in runs if _counts(run, mode)] for mode in modes}
-    reference = next(iter(counted.get("one", [])), None)
-    summed = {mode: _mode([run for run in runs if run.mode == mode], counted[mode], reference) for mode in modes}
+    summed = {mode: _mode([run for run in runs if run.mode == mode], counted[mode]) for mode in modes}
     one = summed.get("one", {}).get("median_s")
     speedup = {
         mode: round(one / each["median_s"], 3)
@@ -51,8 +46,8 @@ def _counts(run: Run, mode: str) -> bool:
     return run.mode == mode and run.kind == MEASURED and run.problem is None
 
 
-def _mode(runs: Sequence[Run], counted: Sequence[Run], reference: Run | None) -> Record:
-    cold = next((run for run in runs if run.kind == COLD), None)
+def _mode(runs: Sequence[Run], counted: Sequence[Run]) -> Record:
+    cold = next((run for run in runs if run.kind == COLD and not run.failed), None)
     median = _median(run.seconds for run in counted)
     last = counted[-1] if counted else None
     return {
@@ -76,9 +71,16 @@ def _mode(runs: Sequence[Run], counted: Sequence[Run], reference: Run | None) ->
         },
         **_split(last),
         "waiting_s": _median(sum(report["waiting"] for report in run.reports) for run in counted if run.reports),
-        "difference": _difference(counted, reference),
+        "difference": _difference(counted),
+        "failed": not counted and any(run.failed for run in runs),
         "not_counted": [
-            {"run": run.kind, "seconds": round(run.seconds, 3), "why": run.problem, "lost": bool(run.failures)}
+            {
+                "run": run.kind,
+                "seconds": round(run.seconds, 3),
+                "why": run.problem,
+                "lost": bool(run.failures),
+                "failed": run.failed,
+            }
             for run in runs
             if run.problem
         ],
@@ -125,27 +127,14 @@ def _worker_load(cold: Run | None) -> float | None:
     return max(loads) / 1000 if loads else None
 
 
-def _difference(runs: Sequence[Run], reference: Run | None) -> dict[str, float | None] | None:
+def _difference(runs: Sequence[Run]) -> dict[str, float | None] | None:
     """The largest difference of what was sampled to what one machine sampled; None if there is nothing to compare.
 
     Its numbers are None if the results are of other shapes, or hold NaN or infinity.
     """
-    if reference is None or not reference.tensors or not runs:
+    found = [run.difference for run in runs if run.difference is not None]
+    if not found:
         return None
-    expected = _tensors(reference)
-    found = [_compared(_tensors(run), expected) for run in runs]
     if not all(math.isfinite(number) for each in found for number in each):
         return {"max_abs": None, "relative": None}
     return {"max_abs": max(each[0] for each in found), "relative": max(each[1] for each in found)}
-
-
-def _tensors(run: Run) -> list[torch.Tensor]:
-    return [tensor for blob in run.tensors for _, tensor in sorted(load(blob).items())]
-
-
-def _compared(got: list[torch.Tensor], want: list[torch.Tensor]) -> tuple[float, float]:
-    """(largest absolute difference, norm of the difference over the norm); infinite for other shapes."""
-    if [tensor.shape for tensor in got] != [tensor.shape for tensor in want]:
-        return float("inf"), float("inf")
-    largest = max((float((a.double() - b.double()).abs().max()) for a, b in zip(got, want, strict=True)), default=0.0)
-    return largest, relative_difference(got, want)

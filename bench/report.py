@@ -16,6 +16,7 @@ def report(record: Mapping[str, Any], chart: str, data: str) -> str:
         [
             f"# {_plain(record['workflow']['file'])}, measured with Monarch",
             "",
+            *_cut_short(record),
             f"![Queue to saved file in each mode]({chart})",
             "",
             *_times(record),
@@ -35,6 +36,13 @@ def report(record: Mapping[str, Any], chart: str, data: str) -> str:
     )
 
 
+def _cut_short(record: Mapping[str, Any]) -> list[str]:
+    why = record["cut_short"]
+    return (
+        [f"**The measurement was cut short:** {_plain(why)}. What is here was measured until then.", ""] if why else []
+    )
+
+
 def _times(record: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, mode in record["modes"].items():
@@ -42,7 +50,7 @@ def _times(record: Mapping[str, Any]) -> list[str]:
         rows.append(
             [
                 _MODES[name],
-                _with_spread(mode["median_s"], mode["spread_s"]),
+                "failed" if mode["failed"] else _with_spread(mode["median_s"], mode["spread_s"]),
                 _with_spread(sampling["median_s"], sampling["spread_s"]),
                 f"{record['speedup'][name]:.2f}x" if name in record["speedup"] else "-",
                 _seconds(mode["load_s"]),
@@ -73,7 +81,8 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 def _marked(record: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"- {_MODES[name]}, {run['run']} run of {_seconds(run['seconds'])}: {_plain(run['why'])}"
+        f"- {_MODES[name]}, {run['run']} run of {_seconds(run['seconds'])}{' that failed' if run['failed'] else ''}: "
+        f"{_plain(run['why'])}"
         for name, mode in record["modes"].items()
         for run in mode["not_counted"]
     ]
@@ -133,7 +142,7 @@ def _method(record: Mapping[str, Any]) -> list[str]:
         "Peak memory is that of the process while it sampled: main memory, and what torch had on the GPU.",
         "The difference is the largest one between the tensors that were sampled (latents, before they are decoded) "
         "and those of one machine's first run; in the row of one machine, between its own runs.",
-        *record["workflow"]["changes"],
+        *map(_plain, record["workflow"]["changes"]),
         *record["notes"],
     ]
 

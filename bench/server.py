@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import tempfile
 import urllib.parse
@@ -16,6 +15,8 @@ from .errors import BenchError
 
 DEFAULT_ADDRESS = "127.0.0.1:8188"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+# How ComfyUI's flags end that take a path, or several.
+_PATH_FLAGS = ("-directory", "-config", "-root", "-keyfile", "-certfile")
 # A ComfyUI with many packs takes minutes.
 _START_SECONDS = 600.0
 
@@ -26,12 +27,31 @@ class OwnComfyUI(ComfyServer):
     def _make_folders(self) -> None:
         self.base.mkdir(parents=True, exist_ok=True)
 
+    def _working_folder(self) -> Path:
+        # As it is usually started: packs read and write files beside it.
+        return self.comfyui
+
     def _command(self) -> list[str]:
         address = ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch"]
-        return [self.python, str(self.comfyui / "main.py"), *address, *self._without_pages(), *self.arguments]
+        arguments = with_absolute_paths(self.arguments)
+        return [self.python, str(self.comfyui / "main.py"), *address, *self._without_pages(), *arguments]
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}
+
+
+def with_absolute_paths(arguments: Sequence[str]) -> list[str]:
+    """ComfyUI's arguments, with paths as they are meant in this process's working folder."""
+    absolute: list[str] = []
+    takes_paths = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag, given, value = argument.partition("=")
+            takes_paths = flag.endswith(_PATH_FLAGS)
+            absolute.append(f"{flag}={os.path.abspath(value)}" if takes_paths and given else argument)
+        else:
+            absolute.append(os.path.abspath(argument) if takes_paths else argument)
+    return absolute
 
 
 def running(address: str) -> ComfyClient | None:
@@ -46,9 +66,9 @@ def running(address: str) -> ComfyClient | None:
     client = ComfyClient(url)
     try:
         client.system_stats()
-    except (OSError, http.client.HTTPException):
+    except OSError:
         return None
-    except (ComfyError, ValueError) as error:
+    except ComfyError as error:
         raise BenchError(f"What answers at {url} is no ComfyUI ({error}).") from None
     return client
 

@@ -50,17 +50,19 @@ class _Link:
     slot: int
 
 
-def to_api(workflow: Mapping[str, Any], info: ObjectInfo) -> Graph:
-    """The graph of a saved workflow. `info` describes the node classes, as ComfyUI's /object_info does.
+def to_api(workflow: Mapping[str, Any], info: ObjectInfo) -> tuple[Graph, list[str]]:
+    """The graph of a saved workflow, and where it is not what the page would send, in sentences.
 
-    Raises CannotConvert.
+    `info` describes the node classes, as ComfyUI's /object_info does. Raises CannotConvert.
     """
-    return _Workflow(workflow, info).graph()
+    converter = _Workflow(workflow, info)
+    return converter.graph(), converter.changes
 
 
 class _Workflow:
     def __init__(self, workflow: Mapping[str, Any], info: ObjectInfo) -> None:
         self._info = info
+        self.changes: list[str] = []
         self._nodes = {str(node["id"]): node for node in workflow["nodes"]}
         self._links = dict(map(_link, workflow.get("links") or []))
         subgraphs = (workflow.get("definitions") or {}).get("subgraphs") or []
@@ -135,7 +137,7 @@ class _Workflow:
         if not isinstance(named, Mapping) and isinstance(saved, Mapping):
             named = saved
         values = _Named(named) if isinstance(named, Mapping) else _Ordered(list(saved or []))
-        inputs = _read(node, self._info[node["type"]], "", values)
+        inputs = _read(node, self._info[node["type"]], "", values, self.changes)
         left = values.left
         if left:
             raise CannotConvert(
@@ -186,9 +188,16 @@ class _Ordered:
 
 
 def _read(
-    node: Mapping[str, Any], described: Mapping[str, Any], prefix: str, values: _Named | _Ordered
+    node: Mapping[str, Any],
+    described: Mapping[str, Any],
+    prefix: str,
+    values: _Named | _Ordered,
+    changes: list[str],
 ) -> dict[str, Any]:
-    """Values of the inputs that have a widget, in the page's order; one that was not saved has its default."""
+    """Values of the inputs that have a widget, in the page's order; one that was not saved has its default.
+
+    What the page would send otherwise is added to `changes`.
+    """
     inputs: dict[str, Any] = {}
     groups = described.get("input") or {}
     order = described.get("input_order") or {}
@@ -204,8 +213,13 @@ def _read(
             if value is _NOTHING:
                 continue
             inputs[name] = _checked(node, name, kind, settings, value)
+            if isinstance(value, str) and settings.get("dynamicPrompts"):
+                inputs[name], drawn = _plain_prompt(value)
+                if drawn:
+                    changes.append(f"{_name(node)}: the first of each {{one|two}} in {name}, where a page draws one.")
             if kind == _CHOICE_WIDGET:
-                inputs.update(_read(node, {"input": _chosen(node, name, settings, value)}, f"{name}.", values))
+                chosen = {"input": _chosen(node, name, settings, value)}
+                inputs.update(_read(node, chosen, f"{name}.", values, changes))
             if settings.get("control_after_generate") or (kind == "INT" and short in _CONTROLLED):
                 values.skip(_CONTROLS)
             if any(settings.get(flag) for flag in _UPLOADS):
@@ -264,17 +278,16 @@ def _checked(node: Mapping[str, Any], name: str, kind: str, settings: Mapping[st
     expected = _WIDGETS[kind]
     if expected and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected)):
         raise CannotConvert(f"{_name(node)}: {value!r} was saved for {name}, which is of type {kind}")
-    if isinstance(value, str) and settings.get("dynamicPrompts"):
-        return _plain_prompt(value)
     # A bare list would be taken for a link.
     return {"__value__": value} if isinstance(value, list) else value
 
 
-def _plain_prompt(text: str) -> str:
-    """A prompt as the page sends it, but the first of each {one|two} where that would draw one."""
+def _plain_prompt(text: str) -> tuple[str, bool]:
+    """A prompt as the page sends it, but with the first of each {one|two}; and whether there was any to draw."""
     text = _COMMENTS.sub("", text)
+    drawn = False
     while True:
         plain = _CHOICE.sub(r"\1", text)
         if plain == text:
-            return text.replace("\\{", "{").replace("\\}", "}")
-        text = plain
+            return text.replace("\\{", "{").replace("\\}", "}"), drawn
+        text, drawn = plain, True

@@ -49,7 +49,7 @@ class Workers:
         found = []
         for address in self._addresses:
             try:
-                found.append(_examined(address))
+                found.append(examined(address))
             except (PeerFailed, Impatient) as error:
                 raise BenchError(f"A worker cannot take part: {error}") from None
         return found
@@ -79,7 +79,8 @@ class NoWorkers:
         return {}
 
 
-def _examined(address: Address) -> dict[str, Any]:
+def examined(address: Address) -> dict[str, Any]:
+    """What a worker is and what the link to it carries. Raises PeerFailed or Impatient."""
     peer = Peer(address, within(_LINK_SECONDS))
     try:
         # Nothing is computed, so ComfyUI's version does not matter; runs compare it.
@@ -98,6 +99,7 @@ def _examined(address: Address) -> dict[str, Any]:
             "lanes": link.lanes,
             "gb_per_s": round(link.rate / 1e9, 4),
             "tcp_gb_per_s": None if link.tcp_rate is None else round(link.tcp_rate / 1e9, 4),
+            **({"tcp_problem": link.tcp_problem} if link.tcp_rate is None else {}),
         },
     }
 

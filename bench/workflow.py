@@ -16,12 +16,16 @@ from .ui_graph import CannotConvert, ObjectInfo, to_api
 
 @dataclass(frozen=True)
 class Workflow:
-    """A graph in API format, and where it came from. form: "api", or "ui" for one that had to be converted."""
+    """A graph in API format, and where it came from. form: "api", or "ui" for one that had to be converted.
+
+    changes: where it is not what the page would send, in sentences.
+    """
 
     path: Path
     digest: str
     form: str
     graph: Graph
+    changes: tuple[str, ...] = ()
 
 
 def read_json(path: Path) -> tuple[Any, str]:
@@ -42,7 +46,8 @@ def read_workflow(path: Path, info: ObjectInfo) -> Workflow:
         content = content["prompt"]
     if isinstance(content, Mapping) and isinstance(content.get("nodes"), list):
         try:
-            return Workflow(path, digest, "ui", to_api(content, info))
+            graph, changes = to_api(content, info)
+            return Workflow(path, digest, "ui", graph, tuple(changes))
         except CannotConvert as error:
             raise BenchError(f"{path.name}: {error}") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:

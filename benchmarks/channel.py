@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -36,6 +35,7 @@ from ..distributed.auth import ChannelKeys, KeyPair, own_identity
 from ..distributed.driver_channel import DriverChannel
 from ..distributed.messages import Kind
 from ..distributed.worker_channel import WorkerChannel
+from .machine import machine
 
 HOST = "127.0.0.1"
 SIZES = (28, 128)
@@ -236,12 +236,7 @@ def main() -> int:
         "ratio": "median time of plain TCP / median time of the channel",
         "tiny_us": f"median round trip of {TINY_BYTES} bytes",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpu_cores": os.cpu_count(),
-            "cores_used": len(os.sched_getaffinity(0)),
-            "architecture": platform.machine(),
-            "system": platform.system(),
-        },
+        "machine": machine(),
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),
         "lanes": limits.DATA_LANES,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from ..distributed.volume import measure
+from .machine import machine
 from .row_split import inputs
 
 # The heads of Flux and Wan have this size.
@@ -99,7 +99,7 @@ def main() -> int:
         "values": "FP8 E4M3 values [1024, 24, 128] by how many share a scale; 128 is a head, 3072 a token",
         "forward": "reference model in FP32 with random weights, 1024 tokens, against the stock forward",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "torch": torch.__version__,
         "values_by_group": {str(group): of_the_format(group) for group in (32, 64, SIZE, HEADS * SIZE)},
         "forwards": forwards,

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -45,6 +44,7 @@ from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from .exchange import HOST, SECRET, PlainTcp, measure
+from .machine import machine
 from .row_split import LATENT_BYTES, ROWS, inputs, seconds
 
 ENCRYPTED, CLEAR = "encrypted", "clear"
@@ -179,7 +179,7 @@ def main() -> int:
         "channel": "two data lanes, one message after the other, in the slower direction",
         "exchange": "all-gather of a token split over lanes, both directions at once; ratio: time of plain TCP / time",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),
         "exchange_lanes": limits.EXCHANGE_LANES,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -35,6 +34,7 @@ from ..distributed.auth import ExchangeKeys
 from ..distributed.exchange import Exchange
 from ..distributed.exchange_group import host_store, join_group
 from ..distributed.exchange_link import ExchangeListener, join_as_driver
+from .machine import machine
 
 HOST = "127.0.0.1"
 # Keys of one token of Flux: 24 heads of 128, BF16.
@@ -188,7 +188,7 @@ def main() -> int:
         "ratio": "median of the ratios of neighbouring operations, time of plain TCP / time of the engine",
         "tiny_us": f"median time of an operation of {TOKEN_BYTES} bytes",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "gpu": torch.cuda.get_device_name() if arguments.gpus else None,
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),

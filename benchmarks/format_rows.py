@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from ..demo import tiny_formats, tiny_models
 from ..demo.worker_process import WorkerProcess
 from ..distributed.model_store import ComfyRuntime
 from ..distributed.rows import Call, cut
+from .machine import machine
 
 STEPS, CFG = 4, 4.0
 
@@ -120,7 +120,7 @@ def main() -> None:
         "attention apart for a batch and comfy-kitchen multiplies them with dequantised weights",
         "format_vs_fp32": "what storing the weights in the format changes, the batch of two against the FP32 file's",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "comfyui": runtime.versions.comfyui,
         "torch": torch.__version__,
         "results": results,

@@ -48,6 +48,7 @@ from ..distributed.recipe import Recipe
 from ..distributed.rows import Call
 from ..distributed.versions import own_versions
 from .hostile import Damage
+from .machine import machine
 
 # What a driver may say between PREPARE and READY, and with a model.
 _PREPARING = frozenset({Kind.PREPARE, Kind.TENSORS, Kind.FILE_BEGIN, Kind.FILE_CHUNK, Kind.FILE_END})
@@ -305,7 +306,7 @@ def main() -> int:
         "what": "damaged frames for the codec (in this process), and for a worker by a driver with its keys; a finding "
         "is a crash, a hang, a wrong forward afterwards, memory that stays, or a file touched outside of the cache",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "zmq": zmq.zmq_version(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import runpy
 import statistics
@@ -27,6 +26,7 @@ if __package__ in (None, ""):
 
 from ..formats.header import MAX_HEADER_BYTES
 from ..formats.header_text import MAX_MEMBERS
+from .machine import machine
 
 PACK = Path(__file__).resolve().parent.parent
 LAYERS, ROWS, COLUMNS = 400, 9216, 9728  # of 4-bit weights: 20 GB with their scales
@@ -134,7 +134,7 @@ def main() -> int:
         "worst_header": f"a header of {MAX_HEADER_BYTES} bytes with {MAX_MEMBERS - 1} tensors, which is refused",
         "files": "sparse, on a warm page cache",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "python_version": platform.python_version(),
         "result": result,
     }

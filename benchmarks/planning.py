@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import statistics
 import sys
@@ -39,6 +38,7 @@ from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from ..tests.network_proxy import network_to, port_with_a_neighbour
+from .machine import machine
 from .slow_worker import slow_down
 
 ROUND_TRIP, BYTES_PER_SECOND = 0.05, 125e6
@@ -147,12 +147,7 @@ def main() -> int:
         "for each token in each block, the worker twice as long",
         "auto_over_off, speedup": "median of the ratios of neighbouring forwards, and what that is the other way round",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpu_cores": os.cpu_count(),
-            "cores_used": len(os.sched_getaffinity(0)),
-            "architecture": platform.machine(),
-            "system": platform.system(),
-        },
+        "machine": machine(),
         "torch": torch.__version__,
         "far_link": {"round_trip_ms": 1000 * ROUND_TRIP, "mb_per_s": BYTES_PER_SECOND / 1e6},
         "seconds_per_token_and_block": SLOW,

@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENCRYPTED, CLEAR = "encrypted", "clear"
+# What each side sends at once in the exchange that is quoted, of the sizes that were measured.
+LANES_MIB = 32
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 
 
@@ -77,7 +79,7 @@ def encryption() -> str:
     """What keys cost, in Markdown."""
     result = record("encryption")["result"]
     rows, short, channel = result["row_split"], result["short_row_split"], result["channel"]
-    exchange = result["exchange"]["sizes"][-2]
+    (exchange,) = [each for each in result["exchange"]["sizes"] if round(each["bytes"] / 2**20) == LANES_MIB]
     rates = [f"{channel[name]['gb_per_s']:.1f} GB/s" for name in (ENCRYPTED, CLEAR)]
     lanes = [f"{exchange[name]['gb_per_s']:.1f} GB/s" for name in (ENCRYPTED, CLEAR)]
     return (
@@ -130,7 +132,20 @@ def _rows_of_formats() -> list[str]:
     return [f"{100 * apart[name]:.2f} %" for name in ("int8", "convrot_w4a4")]
 
 
+def _slower_than_alone() -> list[str]:
+    results = record("planning")["results"]
+    refused = [each["auto_over_off"] for each in results.values() if not each["forwards_split_after"]]
+    return [f"{100 * (max(refused) - 1):.1f} %"]
+
+
+def _half_as_fast() -> list[str]:
+    results = record("planning")["results"]
+    return [f"{results[f'half_as_fast_{split}']['speedup']:.2f}x" for split in ("rows", "tokens")]
+
+
 SENTENCES = (
+    Sentence("FAQ.md", "forwards took at most {} longer than without Monarch", _slower_than_alone),
+    Sentence("FAQ.md", "forwards {} (a batch of six, by rows) and {} (one image, by tokens) as fast", _half_as_fast),
     Sentence(
         "FAQ.md",
         "A token split moves about {} each way in a step of Flux at 1024x1024 and {} in one of Wan 14B at 480p",

@@ -9,7 +9,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -41,6 +40,7 @@ from ..distributed.peer import Peer
 from ..distributed.report import Report
 from ..distributed.session import Session
 from ..distributed.versions import own_versions
+from .machine import machine
 
 # cond + uncond of one image of 512 x 512 pixels, as CFG asks for them in every step.
 ROWS, SIDE, TOKENS = 2, 64, 77
@@ -149,12 +149,7 @@ def main() -> int:
         "overhead_ms": "split forward minus the slower node's computing: sending, waking, receiving, joining",
         "overhead_beyond_bytes_ms": "without what the latents take at the rate of plain TCP over this loopback",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpu_cores": os.cpu_count(),
-            "cores_used": len(os.sched_getaffinity(0)),
-            "architecture": platform.machine(),
-            "system": platform.system(),
-        },
+        "machine": machine(),
         "torch": torch.__version__,
         "latent_bytes_per_row": LATENT_BYTES,
         "result": results["encrypted"],

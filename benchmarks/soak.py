@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import runpy
 import statistics
@@ -33,6 +32,7 @@ from ..demo.comfy_server import ComfyServer
 from ..demo.graphs import Graph, text_to_image
 from ..demo.latents import max_abs_difference
 from ..demo.worker_process import PACK, WorkerProcess
+from .machine import machine
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 FAMILY = "flux_schnell"
@@ -252,7 +252,7 @@ def main() -> int:
         "what": "a ComfyUI server and a worker of this machine (CPU, one thread each, tiny models) over many prompts",
         "growth_of": "medians, after memory was freed, at the beginning and the end of the part without restarts",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "allocator": ALLOCATOR,
         "prompts": args.prompts,
         "seconds": round(time.monotonic() - began),

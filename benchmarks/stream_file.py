@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -36,6 +35,7 @@ from ..distributed.addresses import parse_address
 from ..distributed.peer import Peer
 from ..distributed.recipe import Recipe
 from ..distributed.versions import own_versions
+from .machine import machine
 
 MODEL = replace(TINY, width=1536, heads=8)
 BLOCK = 4 * limits.MIB
@@ -153,7 +153,7 @@ def main() -> int:
         "ratio": "median of the ratios of neighbouring runs, stream / tcp (one connection, memory to memory)",
         "cpu_s_per_gb": "of all threads; both sides together, over the number of cores, bound the rate here",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "load_before": load,
         "torch": torch.__version__,
         "result": result,

@@ -1,6 +1,6 @@
 """`monarch bench link`: round trip and rate of the link to each worker, as Monarch's channel and as plain TCP see it.
 
-Prints; the measuring is `distributed.link_rate`.
+Prints; the measuring is `bench.workers`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from .environment import CommandError
 
 if TYPE_CHECKING:
     from ..distributed.addresses import Address
-
-# What measuring takes even if the link is a slow one.
-_SECONDS = 60.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,31 +45,15 @@ def _addresses(named: list[str]) -> list[Address]:
 
 def _measure(address: Address) -> dict[str, Any]:
     """What was measured, or the `error`."""
-    from ..distributed.doctor.patience import Impatient, within
-    from ..distributed.link_rate import measure_link
-    from ..distributed.peer import Peer, PeerFailed
-    from ..distributed.versions import own_versions
+    from ..bench.workers import examined
+    from ..distributed.doctor.patience import Impatient
+    from ..distributed.peer import PeerFailed
 
-    peer = Peer(address, within(_SECONDS))
     try:
-        # Nothing is computed, so ComfyUI's version does not matter.
-        peer.connect(own_versions(None), allow_mismatch=True)
-        link = measure_link(peer)
+        found = examined(address)
     except (PeerFailed, Impatient) as error:
-        return {"worker": peer.name, "address": str(address), "error": str(error)}
-    finally:
-        peer.close(cancel=True)
-    result: dict[str, Any] = {
-        "worker": peer.name,
-        "address": str(address),
-        "rtt_ms": round(link.rtt * 1e3, 3),
-        "lanes": link.lanes,
-        "gb_per_s": round(link.rate / 1e9, 4),
-        "tcp_gb_per_s": None if link.tcp_rate is None else round(link.tcp_rate / 1e9, 4),
-    }
-    if link.tcp_rate is None:
-        result["tcp_problem"] = link.tcp_problem
-    return result
+        return {"worker": str(address), "address": str(address), "error": str(error)}
+    return {"worker": found["name"], "address": found["address"], **found["link"]}
 
 
 def _print(result: dict[str, Any], *, first: bool) -> None:

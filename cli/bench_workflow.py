@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the files, print what came of it. Exit code 1 if a run failed or did not count as it should."""
+    """Measure, write the files, print what came of it. Exit code 1 if a run failed, or not all could be done."""
     from ..bench.errors import BenchError
     from ..bench.measurement import CHART, REPORT, finding, measure, write
     from ..bench.workflow import read_json
@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
         # Before a ComfyUI is started and hours are measured.
         read_json(Path(args.what))
         _require_writable(out)
-        with stopped_by_signals(), _comfyui(args) as client:
-            record = measure(Path(args.what), client, args.modes, args.runs, say)
-        write(record, out)
+        with stopped_by_signals():
+            with _comfyui(args) as client:
+                record = measure(Path(args.what), client, args.modes, args.runs, say)
+            write(record, out)
     except BenchError as error:
         raise CommandError(str(error), code=2 if error.usage else 1) from None
     except (ComfyError, OSError) as error:
@@ -102,7 +103,8 @@ def _print(record: dict[str, Any]) -> None:
     print(f"{'mode':<10}{'queue to saved file':>22}{'sampling':>12}{'speed-up':>10}{'load':>10}{'runs':>6}")
     for name, mode in record["modes"].items():
         if mode["median_s"] is None:
-            print(f"{name:<10}  no run that counts: {next((r['why'] for r in mode['not_counted']), '')}")
+            why = next((run["why"] for run in mode["not_counted"]), "not measured")
+            print(f"{name:<10}  {'failed' if mode['failed'] else 'no run that counts'}: {why}")
             continue
         low, high = mode["spread_s"]
         speedup = f"{record['speedup'][name]:.2f}x" if name in record["speedup"] else ""

@@ -4,6 +4,8 @@ Standard library only. Starting a ComfyUI is comfy_server's job."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -17,10 +19,16 @@ from .graphs import Graph
 _POLL = 0.05
 # Waiting for a long prompt asks this often in the end, to leave the machine to the prompt.
 _LONGEST_POLL = 0.5
+# Seconds for one answer.
+_PATIENCE = 30.0
 
 
 class ComfyError(Exception):
     """ComfyUI did not start, refused a graph, or failed in one; the text says which and holds what it said."""
+
+
+class ComfyRefused(ComfyError):
+    """ComfyUI answered a request with an HTTP error."""
 
 
 class ComfyClient:
@@ -34,16 +42,19 @@ class ComfyClient:
         return self._url
 
     def queue(self, graph: Graph) -> str:
-        """Send a graph in API format; return its prompt id. Raises ComfyError with ComfyUI's reasons if refused."""
+        """Send a graph in API format; return its prompt id. Raises ComfyRefused with ComfyUI's reasons."""
         return self._request("/prompt", {"prompt": graph})["prompt_id"]
 
     def wait(self, prompt_id: str, timeout: float = 120.0) -> dict[str, Any]:
         """The prompt's history entry once it ended, however it ended. Raises TimeoutError, or ComfyError on a crash."""
         began = time.monotonic()
         while (waited := time.monotonic() - began) < timeout:
-            entry = self._request(f"/history/{prompt_id}").get(prompt_id)
-            if entry is not None and entry.get("status"):
-                return entry
+            # A prompt that keeps ComfyUI busy may keep it from answering, too.
+            with contextlib.suppress(TimeoutError):
+                patience = min(_PATIENCE, timeout - waited)
+                entry = self._request(f"/history/{prompt_id}", timeout=patience).get(prompt_id)
+                if entry is not None and entry.get("status"):
+                    return entry
             time.sleep(min(_LONGEST_POLL, max(_POLL, waited / 20)))
         raise TimeoutError(f"the prompt did not end within {timeout:g} s{self._more()}")
 
@@ -56,8 +67,15 @@ class ComfyClient:
         return entry
 
     def interrupt(self) -> None:
-        """Ask the running prompt to stop."""
+        """Ask the running prompt to stop, whichever it is."""
         self._request("/interrupt", {})
+
+    def cancel(self, prompt_id: str) -> None:
+        """Take a prompt out of the queue, or ask it to stop if it runs; no other prompt is touched."""
+        self._request("/queue", {"delete": [prompt_id]})
+        # An old ComfyUI takes no prompt's id and stops whatever runs.
+        if any(item[1] == prompt_id for item in self._request("/queue")["queue_running"]):
+            self._request("/interrupt", {"prompt_id": prompt_id})
 
     def free(self) -> None:
         """Unload models and forget cached node outputs, as soon as the queue is idle: an unchanged graph runs anew."""
@@ -68,13 +86,17 @@ class ComfyClient:
         queue = self._request("/queue")
         return len(queue["queue_running"]), len(queue["queue_pending"])
 
+    def latest(self, count: int) -> list[str]:
+        """Ids of the prompts that ended last, at most `count`, the last one last."""
+        return list(self._request(f"/history?max_items={count}"))
+
     def queue_size(self) -> int:
         """Prompts running or waiting."""
         return sum(self.queue_lengths())
 
     def view(self, file: Mapping[str, str]) -> bytes:
         """The bytes of a file named as history entries name it: {"filename", "subfolder", "type"}."""
-        return self._open("/view?" + urllib.parse.urlencode(dict(file)))
+        return self._answer("/view?" + urllib.parse.urlencode(dict(file)))
 
     def object_info(self, node: str) -> dict[str, Any]:
         """How ComfyUI describes a node class. Raises ComfyError when it does not know it."""
@@ -95,11 +117,30 @@ class ComfyClient:
         """What else is known when something went wrong; goes to the end of a message."""
         return ""
 
-    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        answer = self._open(path, None if body is None else json.dumps(body).encode())
-        return json.loads(answer) if answer else None
+    def _request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = _PATIENCE) -> Any:
+        answer = self._answer(path, None if body is None else json.dumps(body).encode(), timeout)
+        try:
+            return json.loads(answer) if answer else None
+        except ValueError:
+            raise ComfyError(
+                f"what {self.url} answered to {path} is not JSON; is it ComfyUI, with nothing in between?"
+            ) from None
 
-    def _open(self, path: str, body: bytes | None = None, timeout: float = 30.0) -> bytes:
+    def _answer(self, path: str, body: bytes | None = None, timeout: float = _PATIENCE) -> bytes:
+        try:
+            return self._open(path, body, timeout)
+        except urllib.error.URLError as problem:
+            if isinstance(problem.reason, TimeoutError):
+                raise TimeoutError(f"{self.url} did not answer to {path} within {timeout:.3g} s") from None
+            raise
+        except TimeoutError:
+            raise TimeoutError(f"{self.url} did not answer to {path} within {timeout:.3g} s") from None
+        except http.client.HTTPException as problem:
+            if isinstance(problem, OSError):
+                raise
+            raise ComfyError(f"what {self.url} answered to {path} broke off or is not HTTP ({problem!r})") from None
+
+    def _open(self, path: str, body: bytes | None = None, timeout: float = _PATIENCE) -> bytes:
         request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
         try:
             # No proxy: an http_proxy variable must not send requests for this machine elsewhere.
@@ -107,7 +148,7 @@ class ComfyClient:
                 return answer.read()
         except urllib.error.HTTPError as problem:
             text = problem.read().decode(errors="replace")
-            raise ComfyError(f"ComfyUI answered {problem.code} to {path}: {text}") from None
+            raise ComfyRefused(f"ComfyUI answered {problem.code} to {path}: {text}") from None
 
 
 def failure(entry: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ class ComfyServer(ComfyClient):
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    cwd=self.base,
+                    cwd=self._working_folder(),
                     env=self._environment(),
                 )
             self._wait_until_ready()
@@ -114,6 +114,9 @@ class ComfyServer(ComfyClient):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(patience)
+
+    def _working_folder(self) -> Path:
+        return self.base
 
     def _make_folders(self) -> None:
         for name in ("custom_nodes", "input", "output", "user", "temp"):

@@ -95,6 +95,11 @@ class WorkerProcess:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None as long as it runs."""
+        return self._process.poll()
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from monarch_split.bench.chart import chart
+from monarch_split.bench.comparison import Comparison
 from monarch_split.bench.measurement import finding, write
 from monarch_split.bench.record import summary
 from monarch_split.bench.report import report
@@ -32,10 +33,14 @@ def run(mode: str, seconds: float, *, kind: str = MEASURED, value: float = 0.0, 
         "model": {"file": "a|b.safetensors", "bytes": 5, "digest": "d" * 40, "format": "bf16", "family": "Flux"},
         "reports": [] if mode == "one" else [told.as_dict()],
     }  # fmt: skip
-    made = Run(mode, kind, seconds, [sampling], {}, [save({"0": torch.full((2, 3), 1.0 + value)})])
+    made = Run(mode, kind, seconds, [sampling], {}, (value, value))
     made.usage = {} if mode == "one" else {"second": {"main": 4_000_000_000, "load_ms": 1500}}
     made.problem = problem_of(made)
     return made
+
+
+def failed(mode: str, *, kind: str = MEASURED) -> Run:
+    return Run(mode, kind, 3, [], {}, problem="The workflow failed in it. KSampler: out of memory", failed=True)
 
 
 def recorded(runs: list[Run], modes: tuple[str, ...] = ("one", "rows")) -> dict[str, Any]:
@@ -43,6 +48,7 @@ def recorded(runs: list[Run], modes: tuple[str, ...] = ("one", "rows")) -> dict[
         "ok": True,
         **summary(runs, modes),
         "runs_asked": 3,
+        "cut_short": None,
         "began": "2026-01-01T00:00:00Z",
         "workflow": {
             "file": "w<1>.json", "sha256": "e" * 64, "form": "api", "changes": ["It was changed."], "settings": [],
@@ -85,7 +91,25 @@ class TestTheRecord:
         rows = summary(runs, ("one", "rows"))["modes"]["rows"]
         assert (rows["runs"], rows["median_s"], rows["spread_s"]) == (2, 5.5, [5, 6])
         (marked,) = rows["not_counted"]
-        assert marked == {"run": "measured", "seconds": 90, "why": "a worker was lost: second: gone", "lost": True}
+        assert marked == {
+            "run": "measured", "seconds": 90, "why": "a worker was lost: second: gone", "lost": True, "failed": False,
+        }  # fmt: skip
+
+    def test_a_run_that_failed_is_marked_and_not_averaged_in(self, runs: list[Run]) -> None:
+        record = recorded([*runs[:-1], failed("rows")])
+        rows = record["modes"]["rows"]
+        assert (rows["runs"], rows["median_s"], rows["failed"]) == (2, 5.5, False)
+        assert [marked["failed"] for marked in rows["not_counted"]] == [True]
+        assert "A run of rows failed" in (finding(record) or "")
+        assert "by rows, measured run of 3 s that failed: The workflow failed in it" in report(record, "c", "r")
+
+    def test_a_mode_without_a_good_run_has_failed(self, runs: list[Run]) -> None:
+        record = recorded([run for run in runs if run.mode == "one"] + [failed("rows", kind=COLD)])
+        rows = record["modes"]["rows"]
+        assert (rows["failed"], rows["median_s"], rows["load_s"], rows["difference"]) == (True, None, None, None)
+        assert "| by rows | failed |" in report(record, "c", "r")
+        assert ">failed<" in chart(record)
+        assert "out of memory" in (finding(record) or "")
 
     def test_differences_are_the_largest_of_the_runs_that_count(self, runs: list[Run]) -> None:
         modes = summary(runs, ("one", "rows"))["modes"]
@@ -94,7 +118,7 @@ class TestTheRecord:
         assert modes["rows"]["difference"]["relative"] == pytest.approx(0.5)
 
     def test_results_of_other_shapes_are_not_compared(self, runs: list[Run]) -> None:
-        runs[4].tensors = [save({"0": torch.zeros(2, 4)})]
+        runs[4].difference = (float("inf"), float("inf"))
         record = recorded(runs)
         assert record["modes"]["rows"]["difference"] == {"max_abs": None, "relative": None}
         assert "cannot be compared" in report(record, "c", "r")
@@ -111,6 +135,27 @@ class TestTheRecord:
         assert record["speedup"] == {}
         assert "one row has nothing to split" in report(record, "c", "r")
         assert "no run that counts" in chart(record)
+
+
+class TestComparing:
+    """With the first result of one machine, which is the only one that is kept."""
+
+    @staticmethod
+    def made(*values: float, shape: tuple[int, ...] = (2, 3)) -> list[bytes]:
+        return [save({"0": torch.full(shape, value)}) for value in values]
+
+    def test_results_are_compared_with_the_first_of_one_machine(self) -> None:
+        comparison = Comparison()
+        assert comparison.difference("rows", self.made(1)) is None
+        assert comparison.difference("one", self.made(1, 2)) == (0, 0)
+        assert comparison.difference("rows", self.made(1, 4)) == pytest.approx((2, 1))
+        assert comparison.difference("one", self.made(1, 3)) == pytest.approx((1, 0.5))
+
+    def test_other_shapes_and_other_numbers_of_results(self) -> None:
+        comparison = Comparison()
+        comparison.difference("one", self.made(1))
+        for other in (self.made(1, shape=(2, 4)), self.made(1, 1), []):
+            assert comparison.difference("rows", other) == (float("inf"), float("inf"))
 
 
 class TestWhichRunsCount:
@@ -131,6 +176,13 @@ class TestWhatIsFound:
     def test_a_lost_worker(self, runs: list[Run]) -> None:
         assert "rows" in (finding(recorded(runs)) or "")
         assert finding(recorded(runs[:-1])) is None
+
+    def test_a_measurement_that_was_cut_short(self, runs: list[Run], tmp_path: Path) -> None:
+        record = {**recorded(runs[:3]), "cut_short": "it was interrupted"}
+        assert "it was interrupted" in (finding(record) or "")
+        write(record, tmp_path)
+        assert "**The measurement was cut short:** it was interrupted." in (tmp_path / "report.md").read_text()
+        assert json.loads((tmp_path / "record.json").read_text())["cut_short"] == "it was interrupted"
 
     def test_nothing_was_split_though_one_machine_was_not_asked_for(self) -> None:
         none = {"forwards_split": 0, "split": None, "reasons": ["the model is compiled"]}

@@ -14,6 +14,7 @@ import pytest
 from monarch_split import cli
 from monarch_split.bench.errors import BenchError
 from monarch_split.bench.graph import measurable
+from monarch_split.bench.server import with_absolute_paths
 from monarch_split.bench.ui_graph import CannotConvert, to_api
 from monarch_split.bench.workflow import read_workflow
 
@@ -68,9 +69,13 @@ def between(workflow: dict[str, Any], link: int, put: dict[str, Any], new_link: 
     workflow["nodes"].append(put)
 
 
+def api(workflow: dict[str, Any]) -> dict[str, Any]:
+    return to_api(workflow, INFO)[0]
+
+
 class TestConverting:
     def test_values_stay_with_their_widgets_behind_a_seed(self, workflow: dict[str, Any]) -> None:
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert graph["4"] == {
             "class_type": "KSampler",
             "inputs": {
@@ -85,42 +90,42 @@ class TestConverting:
 
     def test_a_seed_without_its_control_moves_nothing(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"][3]["widgets_values"].remove("randomize")
-        assert to_api(workflow, INFO) == to_api(WORKFLOW, INFO)
+        assert api(workflow) == api(WORKFLOW)
 
     def test_values_that_were_saved_by_name_are_taken_by_name(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"][3]["widgets_values_named"] = {"steps": 9, "seed": 8, "control_after_generate": "fixed"}
-        inputs = to_api(workflow, INFO)["4"]["inputs"]
+        inputs = api(workflow)["4"]["inputs"]
         assert (inputs["seed"], inputs["steps"]) == (8, 9)
         assert inputs["cfg"] == INFO["KSampler"]["input"]["required"]["cfg"][1]["default"]
 
     def test_links_of_newer_pages(self, workflow: dict[str, Any]) -> None:
         names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
         workflow["links"] = [dict(zip(names, link, strict=True)) for link in workflow["links"]]
-        assert to_api(workflow, INFO) == to_api(WORKFLOW, INFO)
+        assert api(workflow) == api(WORKFLOW)
 
     def test_reroutes_are_followed(self, workflow: dict[str, Any]) -> None:
         between(workflow, 1, node(20, "Reroute", None, [("", "*", 1)], ["MODEL"]), 21)
         between(workflow, 21, node(22, "Reroute", None, [("", "*", 21)], ["MODEL"]), 23)
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert graph["4"]["inputs"]["model"] == ["1", 0]
         assert not {"20", "22"} & set(graph)
 
     def test_a_ring_of_reroutes_ends(self, workflow: dict[str, Any]) -> None:
         between(workflow, 1, node(20, "Reroute", None, [("", "*", 21)], ["MODEL"]), 21)
-        assert "model" not in to_api(workflow, INFO)["4"]["inputs"]
+        assert "model" not in api(workflow)["4"]["inputs"]
 
     def test_a_bypassed_node_hands_on_what_has_the_type_of_its_output(self, workflow: dict[str, Any]) -> None:
         lora = node(20, "LoraLoaderModelOnly", ["a.safetensors", 1.0], [("clip", "CLIP", 9), ("model", "MODEL", 1)],
                     ["MODEL"], mode=4)  # fmt: skip
         between(workflow, 1, lora, 21)
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert graph["4"]["inputs"]["model"] == ["1", 0]
         assert "20" not in graph
 
     def test_what_comes_from_a_muted_node_is_not_linked(self, workflow: dict[str, Any]) -> None:
         between(workflow, 1, node(20, "LoraLoaderModelOnly", ["a.safetensors", 1.0], [("model", "MODEL", 1)],
                                   ["MODEL"], mode=2), 21)  # fmt: skip
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert "model" not in graph["4"]["inputs"]
         assert "20" not in graph
 
@@ -128,7 +133,7 @@ class TestConverting:
         workflow["nodes"][3]["inputs"].append({"name": "steps", "type": "INT", "link": 30, "widget": {"name": "steps"}})
         workflow["nodes"].append(node(30, "PrimitiveNode", [33, "fixed"], outputs=["INT"]))
         workflow["links"].append([30, 30, 0, 4, 4, "INT"])
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert graph["4"]["inputs"]["steps"] == 33
         assert graph["4"]["inputs"]["cfg"] == 3.5
         assert "30" not in graph
@@ -137,26 +142,34 @@ class TestConverting:
         workflow["nodes"][3]["inputs"].append({"name": "steps", "type": "INT", "link": 30, "widget": {"name": "steps"}})
         workflow["nodes"].append(node(30, "PrimitiveInt", [33, "fixed"], outputs=["INT"]))
         workflow["links"].append([30, 30, 0, 4, 4, "INT"])
-        graph = to_api(workflow, INFO)
+        graph = api(workflow)
         assert graph["4"]["inputs"]["steps"] == ["30", 0]
         assert graph["30"]["inputs"] == {"value": 33}
 
     def test_the_button_of_an_upload_is_no_value(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"].append(node(30, "LoadImage", ["a.png", "image"], outputs=["IMAGE", "MASK"]))
-        assert to_api(workflow, INFO)["30"]["inputs"] == {"image": "a.png"}
+        assert api(workflow)["30"]["inputs"] == {"image": "a.png"}
 
     @pytest.mark.parametrize("saved", [["v/out", "mp4", "h264"], ["v/out", "mp4", "h264", "auto"]])
     def test_inputs_that_depend_on_a_choice(self, workflow: dict[str, Any], saved: list[str]) -> None:
         workflow["nodes"].append(node(30, "SaveVideo", saved, [("video", "VIDEO", None)]))
-        inputs = to_api(workflow, INFO)["30"]["inputs"]
+        inputs = api(workflow)["30"]["inputs"]
         assert inputs["format"] == "mp4"
         assert inputs["format.codec"] == "h264"
         assert inputs["format.codec.encoding"] == "auto"
 
     def test_a_prompt_is_sent_as_the_page_sends_it(self, workflow: dict[str, Any]) -> None:
-        assert to_api(workflow, INFO)["2"]["inputs"]["text"] == "a red bird "
+        assert api(workflow)["2"]["inputs"]["text"] == "a red bird "
         workflow["nodes"][1]["widgets_values"] = ["{a {b|c}|d} \\{e|f\\}"]
-        assert to_api(workflow, INFO)["2"]["inputs"]["text"] == "a b {e|f}"
+        assert api(workflow)["2"]["inputs"]["text"] == "a b {e|f}"
+
+    def test_a_choice_in_a_prompt_is_told(self, workflow: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "w.json").write_text(json.dumps(workflow))
+        (change,) = read_workflow(tmp_path / "w.json", INFO).changes
+        assert "Node 2 (CLIPTextEncode)" in change
+        assert "in text" in change
+        workflow["nodes"][1]["widgets_values"] = ["a \\{red|green\\} bird // {one|two}"]
+        assert to_api(workflow, INFO)[1] == []
 
     @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.json")), ids=lambda path: path.stem)
     def test_templates_by_order_are_templates_by_name(self, path: Path) -> None:
@@ -164,12 +177,12 @@ class TestConverting:
         unknown = {each["type"] for each in saved["nodes"]} - set(INFO) - {"MarkdownNote"}
         if unknown:
             with pytest.raises(CannotConvert, match=min(unknown)):
-                to_api(saved, INFO)
+                api(saved)
             saved["nodes"] = [each for each in saved["nodes"] if each["type"] not in unknown]
-        by_name = to_api(saved, INFO)
+        by_name = api(saved)
         for each in saved["nodes"]:
             each.pop("widgets_values_named", None)
-        assert to_api(saved, INFO) == by_name
+        assert api(saved) == by_name
 
 
 class TestRefusing:
@@ -177,29 +190,29 @@ class TestRefusing:
         workflow["definitions"] = {"subgraphs": [{"id": "5f0e", "name": "Upscale"}]}
         workflow["nodes"].append(node(30, "5f0e"))
         with pytest.raises(CannotConvert, match=r"subgraph 'Upscale'.*Export \(API\)"):
-            to_api(workflow, INFO)
+            api(workflow)
 
     def test_a_node_that_comfyui_lacks(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"].append(node(30, "SomebodysNode"))
         with pytest.raises(CannotConvert, match="SomebodysNode"):
-            to_api(workflow, INFO)
+            api(workflow)
         workflow["nodes"][-1]["mode"] = 2
-        assert "30" not in to_api(workflow, INFO)
+        assert "30" not in api(workflow)
 
     def test_more_values_than_there_are_widgets(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"][3]["widgets_values"].append(1.5)
         with pytest.raises(CannotConvert, match=r"Node 4 \(KSampler, 'Draw'\)"):
-            to_api(workflow, INFO)
+            api(workflow)
 
     def test_values_in_another_order(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"][3]["widgets_values"] = [7, "randomize", "euler", 20, 3.5, "simple", 0.9]
         with pytest.raises(CannotConvert, match="'euler' was saved for steps"):
-            to_api(workflow, INFO)
+            api(workflow)
 
     def test_a_choice_that_comfyui_does_not_offer(self, workflow: dict[str, Any]) -> None:
         workflow["nodes"].append(node(30, "SaveVideo", ["v/out", "avi"], [("video", "VIDEO", None)]))
         with pytest.raises(CannotConvert, match="'avi'"):
-            to_api(workflow, INFO)
+            api(workflow)
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"nodes": [{}]}', '{"1": {"class_type": "KSampler"}}'])
     def test_files_that_are_no_workflow(self, tmp_path: Path, text: str) -> None:
@@ -224,8 +237,17 @@ class TestBeforeItBegins:
         assert f"{runs} is no number of runs" in capsys.readouterr().err
 
 
-def api(workflow: dict[str, Any]) -> dict[str, Any]:
-    return to_api(workflow, INFO)
+def test_paths_for_a_comfyui_that_is_started_are_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in a folder of its own, where they would name something else."""
+    monkeypatch.chdir(tmp_path)
+    given = ["--cpu", "--output-directory", "out", "--extra-model-paths-config", "a.yaml", "/b.yaml", "--cuda-device",
+             "0", "--input-directory=in", "--reserve-vram", "1.5"]  # fmt: skip
+    assert with_absolute_paths(given) == [
+        "--cpu", "--output-directory", str(tmp_path / "out"), "--extra-model-paths-config", str(tmp_path / "a.yaml"),
+        "/b.yaml", "--cuda-device", "0", f"--input-directory={tmp_path / 'in'}", "--reserve-vram", "1.5",
+    ]  # fmt: skip
 
 
 class TestMakingItMeasurable:

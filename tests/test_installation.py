@@ -4,10 +4,14 @@ ComfyUI-Manager clones it, installs requirements.txt with pip, pulls, and delete
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,11 +77,29 @@ def test_an_update_keeps_keys_and_settings(installed: Path, tmp_path: Path) -> N
 
 
 def test_a_deleted_folder_leaves_no_process(installed: Path, tmp_path: Path) -> None:
+    """The folder goes while a worker runs that was started from it: it serves, ends when told to, and nothing stays."""
+    if shutil.which("ps") is None:
+        pytest.skip("there is no ps here, which tells what still runs")
     (tmp_path / "configuration").mkdir()
-    pid = run_worker(installed, tmp_path / "configuration", tmp_path / "cache")
-    shutil.rmtree(installed)
-    running = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, timeout=10, check=True).stdout
-    assert not [line for line in running.splitlines() if str(installed) in line or line.split()[0] == str(pid)]
+    environment = {"MONARCH_CONFIG_DIR": str(tmp_path / "configuration")}
+    with WorkerProcess(pack=installed, cache=tmp_path / "cache", environment=environment) as worker:
+        shutil.rmtree(installed)
+        assert str(installed) in processes(), "this cannot see the worker"
+        host, _, port = worker.address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
+        os.kill(worker.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while worker.running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not worker.running, "it does not end when told to"
+        assert worker.exit_code == 0, worker.output
+    assert "Traceback" not in worker.output
+    assert str(installed) not in processes()
+
+
+def processes() -> str:
+    """Command lines of all processes, whole."""
+    return subprocess.run(["ps", "-ewwo", "args="], capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def test_the_entry_imports_nothing_of_the_engine(installed: Path) -> None:

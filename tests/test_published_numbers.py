@@ -25,6 +25,7 @@ NOT_MEASURED = {
     ("FAQ.md", "7.6 s"): "as its users published it",
     ("FAQ.md", "8.2-8.5 s"): "as its users published it",
     ("FAQ.md", "1 MB/s"): "a limit",
+    ("FAQ.md", "50 ms"): "what the link was set to",
     ("SECURITY.md", "8 MB"): "a limit",
     ("docs/families.md", "6 x"): "a count",
     ("docs/families.md", "10 %"): "a limit (limits.CHECK_TOLERANCE_COMPRESSED)",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -124,6 +128,14 @@ def as_saved(graph: Any, info: Any) -> Any:
     return {"nodes": nodes, "links": links, "version": 0.4}
 
 
+def runner_of(server: Any, graph: Any, say: Callable[[str], None]) -> Any:
+    from monarch_split.bench.graph import measurable
+    from monarch_split.bench.runs import Runner
+    from monarch_split.bench.workers import NoWorkers
+
+    return Runner(server, measurable(graph, server.all_object_info()), NoWorkers(), say)
+
+
 def steps_of(server: Any, name: str) -> int:
     log = server.output / name
     return len(log.read_text().splitlines()) if log.exists() else 0
@@ -172,12 +184,11 @@ def test_every_mode_of_a_saved_workflow_is_measured_and_compared(
 
 
 def test_only_what_samples_is_computed_anew(server: Any, join: Any) -> None:
-    from monarch_split.bench.graph import measurable
-    from monarch_split.bench.runs import COLD, Runner
-    from monarch_split.bench.workers import NoWorkers
+    from monarch_split.bench.runs import COLD
 
-    ready = measurable(graph(sampler_node="MonarchSampler", split="auto"), server.all_object_info())
-    cold, *later = Runner(server, ready, NoWorkers(), lambda text: None).all(("one",), 2)
+    runner = runner_of(server, graph(sampler_node="MonarchSampler", split="auto"), lambda text: None)
+    runner.all(("one",), 2)
+    cold, *later = runner.done
     assert cold.kind == COLD
     assert cold.cached == []
     for run in later:
@@ -291,15 +302,127 @@ def test_a_prompt_that_comes_in_between_marks_the_run(server: Any, join: Any, tm
             server.queue(graph(seed=seed, step_log="stranger.jsonl", step_delay=0.2))
 
     def say(text: str) -> None:
-        if text == "one: run 1 of 2":
+        if text == "one: run 1 of 3":
             strangers.append(threading.Thread(target=disturb, args=[steps_of(server, "between.jsonl")]))
             strangers[0].start()
 
-    record = measure(path, server, ("one",), 2, say)
+    record = measure(path, server, ("one",), 3, say)
     strangers[0].join(30)
-    (marked,) = record["modes"]["one"]["not_counted"]
-    assert "something else was queued" in marked["why"]
+    beside, behind = record["modes"]["one"]["not_counted"]
+    assert "something else was queued" in beside["why"]
+    assert "another prompt ran" in behind["why"]
     assert record["modes"]["one"]["runs"] == 1
+
+
+def test_a_prompt_between_two_runs_marks_the_second(server: Any, join: Any) -> None:
+    """It is gone when that is queued, but ComfyUI may have dropped what runs are to find in its cache."""
+
+    def say(text: str) -> None:
+        if text == "one: run 2 of 3":
+            server.run(graph(seed=98))
+
+    runner = runner_of(server, graph(), say)
+    runner.all(("one",), 3)
+    assert [run.problem is None for run in runner.done] == [True, True, False, True]
+    assert "another prompt ran" in (runner.done[2].problem or "")
+
+
+def test_a_run_that_fails_is_marked_and_a_mode_that_only_fails_is_left_out(server: Any, join: Any) -> None:
+    from monarch_split.bench.record import summary
+
+    log = server.output / "fails.jsonl"
+
+    def say(text: str) -> None:
+        """A folder in the place of the file that a node appends to."""
+        broken = text.startswith(("rows: first run", "one: run 2 of 3"))
+        if broken and not log.is_dir():
+            log.unlink()
+            log.mkdir()
+        elif ":" in text and not text.startswith("The workflow") and not broken and log.is_dir():
+            log.rmdir()
+
+    runner = runner_of(server, graph(step_log=log.name), say)
+    runner.all(("one", "rows"), 3)
+    assert [(run.mode, run.kind, run.failed) for run in runner.done] == [
+        ("one", "cold", False), ("rows", "cold", True),
+        ("one", "measured", False), ("one", "measured", True), ("one", "measured", False),
+    ]  # fmt: skip
+    modes = summary(runner.done, ("one", "rows"))["modes"]
+    assert modes["one"]["runs"] == 2
+    assert "IsADirectoryError" in modes["one"]["not_counted"][0]["why"]
+    assert modes["rows"]["failed"]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_other_peoples_prompts(server: Any, join: Any, tmp_path: Path) -> None:
+    from monarch_split.demo.worker_process import PACK
+
+    log = "stopped.jsonl"
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph(steps=20, step_log=log, step_delay=0.05)))
+    command = [
+        sys.executable, str(PACK / "__main__.py"), "bench", str(path), "--modes", "one", "--runs", "9", "--json",
+        "--server", server.url, "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("run 2 of 9" in line for line in process.stderr)
+            began_at, deadline = steps_of(server, log), time.monotonic() + 60
+            while steps_of(server, log) < began_at + 3 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            stranger = server.queue(graph(seed=77))
+            process.send_signal(signal.SIGINT)
+            printed, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    record = json.loads(printed)
+    assert record["cut_short"] == "it was interrupted"
+    assert record["modes"]["one"]["runs"] == 1
+    assert "cut short" in (tmp_path / "out" / "report.md").read_text()
+    assert server.wait(stranger, timeout=60)["status"]["status_str"] == "success"
+    assert steps_of(server, log) < 3 * 20, "the run that was stopped went on to its end"
+
+
+def test_a_comfyui_that_ends_leaves_what_was_measured(
+    base: Path, comfyui_path: Path, tmp_path: Path, join: Any
+) -> None:
+    from monarch_split.bench.measurement import finding, measure
+    from monarch_split.bench.server import started
+
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph()))
+    arguments = ["--cpu", "--base-directory", str(base)]
+    with started(comfyui_path, Path(sys.executable), arguments, lambda text: None) as comfyui:
+        process = cast(Any, comfyui)
+
+        def say(text: str) -> None:
+            if text == "one: run 2 of 2":
+                os.kill(process.pid, signal.SIGKILL)
+
+        if os.path.isdir("/proc"):
+            assert os.path.samefile(f"/proc/{process.pid}/cwd", comfyui_path)
+        record = measure(path, comfyui, ("one",), 2, say)
+    assert record["modes"]["one"]["runs"] == 1
+    assert "ComfyUI has ended" in record["cut_short"]
+    assert "cut short" in (finding(record) or "")
+
+
+def test_a_prompt_is_cancelled_and_no_other(server: Any) -> None:
+    def slow(seed: int) -> Any:
+        return graph(seed=seed, steps=60, step_log="cancelled.jsonl", step_delay=0.1)
+
+    first, second, third = server.queue(slow(1)), server.queue(slow(2)), server.queue(graph(seed=3))
+    server.cancel(second)
+    assert server.queue_size() == 2
+    deadline = time.monotonic() + 30
+    while not steps_of(server, "cancelled.jsonl") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    server.cancel(first)
+    assert server.wait(first, timeout=30)["status"]["status_str"] == "error"
+    assert server.wait(third, timeout=30)["status"]["status_str"] == "success"
+    server.cancel(third)
+    assert server.latest(2) == [first, third]
 
 
 def test_a_busy_or_a_missing_worker_is_named(bench: Any, join: Any, start_worker: Any) -> None:
@@ -338,7 +461,8 @@ def test_a_comfyui_is_started_where_none_runs_and_ended_again(
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(graph()))
     measuring = ["bench", str(path), "--modes", "one", "--runs", "1", "--out", str(tmp_path / "out"), "--json"]
-    code = cli.main([*measuring, "--comfyui", str(comfyui_path), "--", "--cpu", "--base-directory", str(base)])
+    monkeypatch.chdir(base.parent)
+    code = cli.main([*measuring, "--comfyui", str(comfyui_path), "--", "--cpu", "--base-directory", base.name])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     record = json.loads(printed.out)
@@ -356,7 +480,7 @@ def test_templates_become_what_a_second_converter_makes_of_them(server: Any, pat
 
     saved = json.loads(path.read_text(encoding="utf-8"))
     info = server.all_object_info()
-    converted = to_api(saved, info)
+    converted, _ = to_api(saved, info)
     expected = as_prompt(saved, info.__getitem__)
     assert set(converted) == set(expected)
     for key, node in expected.items():
