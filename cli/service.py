@@ -96,6 +96,8 @@ def unit_text(command: Sequence[str], variables: Mapping[str, str], folder: Path
     lines = [
         "# Written by `monarch worker --install-service`, which can be run again.",
         "[Unit]",
+        "# It is not started any more once Monarch is uninstalled.",
+        f"ConditionPathExists={_literal(os.fspath(PACK / '__main__.py'))}",
         "Description=Monarch worker, which computes a share of the renders of another machine",
         "# An address may not be there yet when the machine starts: it is tried again until it is.",
         "StartLimitIntervalSec=0",

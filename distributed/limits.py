@@ -88,6 +88,8 @@ ABSENT_MAX_SECONDS = 60.0
 FREE_GATHER_SECONDS = 0.25
 # How often a worker makes sure that the driver it serves is still connected.
 DRIVER_PROBE_INTERVAL = 0.5
+# After so long without its own code on disk an idle worker ends: the pack was uninstalled. An update is over sooner.
+UNINSTALLED_SECONDS = 20.0
 
 # What a driver has asked for and a worker has not begun with (forwards, joins, models), and answers that nobody reads.
 MAX_WAITING_JOBS = 64

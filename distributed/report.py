@@ -90,19 +90,19 @@ class Report:
         return (self.seconds - self.first_seconds) / later * self.forwards / self.steps
 
     def line(self) -> str:
-        """The run in one line for a person."""
+        """The run in one line for a person, with what matters first."""
         pace = f", {self.seconds_per_step:.3g} s/step" if self.seconds_per_step else ""
         if not self.forwards_split:
             why = "; ".join(self.reasons + self.events) or "there was nothing to split"
             return f"One machine{pace}: {why}."
-        predicted = f" ({self.predicted:.2f}x predicted)" if self.predicted else ""
-        speedup = f", {self.speedup:.2f}x{predicted}" if self.speedup else ""
+        speedup = f"{self.speedup:.2f}x" if self.speedup else "Split"
+        predicted = f" ({self.predicted:.2f}x predicted)" if self.predicted and self.speedup else ""
         given = self.rows or {node: f"{part:.0%}" for node, part in self.tokens.items()}
         shares = ", ".join(f"{node} {share}" for node, share in given.items())
         approximate = ", approximate (compressed exchange)" if self.approximate else ""
         line = (
-            f"Split over {len(given)} machines by {self.split}: "
-            f"{self.forwards_split} of {self.forwards} forwards{pace}{speedup} ({shares}){approximate}."
+            f"{speedup} on {len(given)} machines by {self.split}{approximate}{pace}{predicted}: "
+            f"{self.forwards_split} of {self.forwards} forwards, {shares}."
         )
         notes = "; ".join(self.events + self.reasons)
         return f"{line} Note: {notes}." if notes else line

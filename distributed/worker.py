@@ -11,6 +11,7 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -38,6 +39,7 @@ from .worker_tokens import TokenRank
 
 # How long a greeting waits for the driver that is served to end its run before it is refused.
 _GOODBYE_SECONDS = 0.3
+_OWN_CODE = Path(__file__)
 
 
 class Worker:
@@ -80,6 +82,7 @@ class Worker:
             Usage(),
         )
         self._stopping = False
+        self._code_seen = time.monotonic()
 
     def stop(self) -> None:
         """Have `run` return soon; may be called from a signal handler."""
@@ -100,6 +103,7 @@ class Worker:
                 if time.monotonic() >= next_probe:
                     next_probe = time.monotonic() + limits.DRIVER_PROBE_INTERVAL
                     self._probe_driver()
+                    self._end_if_uninstalled()
         finally:
             self._release_driver()
             self._means.jobs.close()
@@ -120,6 +124,14 @@ class Worker:
             self._release_driver()
             return
         self._answer(self._driver.session, Kind.PROBE, {})
+
+    def _end_if_uninstalled(self) -> None:
+        """Nothing is to run on once the pack is gone from this machine."""
+        if self._driver is not None or _OWN_CODE.exists():
+            self._code_seen = time.monotonic()
+        elif time.monotonic() > self._code_seen + limits.UNINSTALLED_SECONDS:
+            say("Monarch was removed from this machine; its worker ends.")
+            self.stop()
 
     def _release_driver(self) -> None:
         driver, self._driver = self._driver, None

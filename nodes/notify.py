@@ -38,8 +38,5 @@ class Notifier:
         for follower in _followers:
             follower(report)
         server = prompt_server()
-        if server is None:
-            return
-        server.send_sync(STATUS_EVENT, {"node": self._node_id, **report.as_dict()}, server.client_id)
-        if self._node_id is not None and hasattr(server, "send_progress_text"):
-            server.send_progress_text(line, self._node_id)
+        if server is not None:
+            server.send_sync(STATUS_EVENT, {"node": self._node_id, **report.as_dict()}, server.client_id)

@@ -1,9 +1,10 @@
-"""A driver that is gone takes its model with it at once, without waiting for Python to look for cycles."""
+"""What is left on a worker: nothing of a driver that is gone, and no worker of a pack that is uninstalled."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from monarch_split.demo.reference_runtime import ReferenceRuntime
+from monarch_split.distributed import limits
+from monarch_split.distributed import worker as worker_module
 from monarch_split.distributed.auth import own_identity
 from monarch_split.distributed.file_cache import FileCache
 from monarch_split.distributed.peer import Peer
@@ -32,6 +35,28 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     worker.stop()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_worker_whose_pack_was_uninstalled_ends_once_it_serves_nobody(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "worker.py"
+    code.touch()
+    monkeypatch.setattr(worker_module, "_OWN_CODE", code)
+    monkeypatch.setattr(limits, "UNINSTALLED_SECONDS", 0.6)
+    peer = Peer(worker.addresses[0], lambda: None)
+    peer.connect(own_versions(None), allow_mismatch=False)
+    code.unlink()
+    time.sleep(1.5)
+    assert not worker._stopping, "it ended in a run"
+    # As an update does.
+    code.touch()
+    peer.close(cancel=False)
+    time.sleep(1.5)
+    assert not worker._stopping, "it ended though it is installed"
+    code.unlink()
+    until(lambda: worker._stopping, "its end", 10)
+    assert "Monarch was removed" in capsys.readouterr().out
 
 
 def test_nothing_is_left_of_a_driver_that_is_gone(worker: Worker, recipe: Recipe) -> None:

@@ -160,7 +160,8 @@ def _is_predicted_and_measured(report: Report) -> None:
     assert report.predicted is not None
     assert report.speedup >= 1.3, report.line()
     assert report.predicted == pytest.approx(1.5, abs=0.25)
-    assert f"{report.speedup:.2f}x ({report.predicted:.2f}x predicted)" in report.line()
+    assert report.line().startswith(f"{report.speedup:.2f}x on 2 machines by ")
+    assert f"({report.predicted:.2f}x predicted)" in report.line()
 
 
 def test_a_machine_half_as_fast_gets_two_rows_of_six(half_as_fast: Worker, recipe: Recipe) -> None:

@@ -118,8 +118,11 @@ def test_the_unit_starts_comes_back_after_a_crash_and_can_be_removed(
         assert worst <= SAME
         return report.forwards_split >= 2
 
+    pack = tmp_path / "pack"
+    leave_out = shutil.ignore_patterns(".*", "__pycache__", "benchmarks", "example_workflows")
+    shutil.copytree(PACK, pack, ignore=leave_out)
     arguments = ["worker", "--runtime=reference", f"--port={port}", f"--cache={tmp_path / 'cache'}", "--name=w"]
-    install = [sys.executable, os.fspath(PACK), *arguments, "--install-service", "--yes"]
+    install = [sys.executable, os.fspath(pack), *arguments, "--install-service", "--yes"]
     printed = systemd.done(shlex.join(install))
     unit = tmp_path / "config" / "systemd" / "user" / f"{NAME}.service"
     assert unit.exists()
@@ -140,5 +143,10 @@ def test_the_unit_starts_comes_back_after_a_crash_and_can_be_removed(
 
     systemd.done(f"systemctl --user stop {NAME}")
     assert (systemd.shows("ActiveState"), systemd.shows("Result")) == ("inactive", "success")
+
+    shutil.rmtree(pack)
+    systemd.done(f"systemctl --user start {NAME}")
+    assert (systemd.shows("ActiveState"), systemd.shows("ConditionResult")) == ("inactive", "no")
+    assert systemd.journal().count("Listening on") == 2, "what is uninstalled was started"
     systemd.done(f"systemctl --user disable {NAME} && rm -r {unit} {unit}.d && systemctl --user daemon-reload")
     assert "could not be found" in systemd.run(f"systemctl --user status {NAME}")[1]

@@ -2,6 +2,7 @@
 
 import { app } from '../../scripts/app.js'
 import { el } from './dom.js'
+import { showLines } from './line.js'
 import { showMessages } from './messages.js'
 import { showPanel } from './panel.js'
 import { settings } from './settings.js'
@@ -17,6 +18,7 @@ app.registerExtension({
     document.head.append(el('link', { rel: 'stylesheet', href: new URL('./monarch.css', import.meta.url).href }))
     listen()
     showMessages()
+    showLines()
     app.extensionManager.registerSidebarTab({
       id: 'monarch',
       icon: 'pi pi-clone',

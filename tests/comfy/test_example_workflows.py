@@ -159,4 +159,4 @@ def test_it_renders_to_the_end_on_two_nodes(server: Any, worker: Any, path: Path
         assert len(server.view(file)) > 100
     lines = [line for line in server.log()[before:].splitlines() if "Monarch: " in line]
     expected = sum(node["inputs"].get("split", "off") != "off" for node in prompt.values())
-    assert sum("Split over 2 machines" in line for line in lines) == expected, "\n".join(lines)
+    assert sum("on 2 machines by" in line for line in lines) == expected, "\n".join(lines)

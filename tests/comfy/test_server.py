@@ -119,7 +119,7 @@ def test_same_picture_through_the_api_by_sampler_and_by_split_node(
     assert "second" in report_of(split)["line"]
     assert difference(server, split, stock) <= 1e-5
     assert difference(server, by_node, stock) <= 1e-5
-    assert "Monarch: Split over 2 machines" in server.log()
+    assert "on 2 machines by rows" in server.log()
     assert len(server.view(split["outputs"]["picture"]["images"][0])) > 100
 
 

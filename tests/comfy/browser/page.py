@@ -111,12 +111,35 @@ class ComfyPage:
             " return at.getAttribute('aria-label') ?? at.labels?.[0]?.textContent ?? at.textContent }"
         ) or self.page.evaluate("() => document.activeElement.textContent")
 
-    def screenshot(self, name: str) -> None:
+    def show_node(self, kind: str, scale: float = 1.0) -> dict[str, float]:
+        """Bring the first node of a kind into view beside the tab; where in the page it is then."""
+        self.choose("LiteGraph.Canvas.MinFontSizeForLOD", 0)
+        place = self.page.evaluate(_SHOW_NODE, [kind, scale])
+        self.page.wait_for_timeout(500)
+        return place
+
+    def screenshot(self, name: str, clip: dict[str, float] | None = None) -> None:
         folder = os.environ.get("MONARCH_SCREENSHOTS")
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self.page.screenshot(path=Path(folder) / f"{name}.png")
+            self.page.screenshot(path=Path(folder) / f"{name}.png", clip=clip)
 
+
+_SHOW_NODE = """([kind, scale]) => {
+  const canvas = window.app.canvas
+  const node = window.app.graph._nodes.find((each) => each.type === kind)
+  const [left, top, title, margin] = [480, 110, 30, 20]
+  canvas.ds.scale = scale
+  canvas.ds.offset = [left / scale - node.pos[0], (top + margin) / scale + title - node.pos[1]]
+  canvas.setDirty(true, true)
+  const corner = canvas.canvas.getBoundingClientRect()
+  return {
+    x: corner.left + left - margin,
+    y: corner.top + top,
+    width: node.size[0] * scale + 2 * margin,
+    height: (node.size[1] + title) * scale + 2 * margin
+  }
+}"""
 
 _CLIPPED = """() => {
   const found = []

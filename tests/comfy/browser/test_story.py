@@ -29,6 +29,7 @@ def test_pair_render_lose_the_worker_pair_again_render_and_check(
         page.wait_until("second", "Ready", 20)
 
         page.open_template("monarch_templates", "tiny_flux")
+        page.show_node("MonarchSampler", 0.8)
         page.run()
         page.wait_until("second", "Rendering", 60)
         running = page.region("Running render")
@@ -63,6 +64,11 @@ def test_pair_render_lose_the_worker_pair_again_render_and_check(
         page.run()
         wait_for(lambda: len(site.finished()) == 2, 90)
         last.first.get_by_text("third 1").wait_for(timeout=10_000)
+        line = page.page.locator(".monarch-line")
+        assert "on 2 machines by rows" in line.inner_text()
+        page.screenshot("node", page.show_node("MonarchSampler"))
+        assert line.evaluate("element => element.scrollHeight - element.clientHeight") <= 1, "the line is cut off"
+        assert line.inner_text() not in str(page.page.evaluate("() => window.app.graph.serialize()"))
         page.wait_until("third", "Ready", 10)
         assert not page.has_toast("third")
 
