@@ -89,6 +89,8 @@ async def _body(request: web.Request) -> Body:
 def text_of(body: Body, name: str, most: int = 4096) -> str:
     """A text of the body. Raises Refused if it is missing, empty or too long."""
     value = body.get(name)
-    if not isinstance(value, str) or not value.strip() or len(value) > most:
-        raise Refused(f"{name} is missing")
+    if not isinstance(value, str) or not value.strip():
+        raise Refused(f"the {name} is missing")
+    if len(value) > most:
+        raise Refused(f"the {name} is too long")
     return value.strip()

@@ -10,8 +10,8 @@ function shares(run) {
   return given.map(([node, part]) => `${node === 'this machine' ? t('thisMachine') : node} ${percent(part)}`).join(', ')
 }
 
-function seconds(value) {
-  return value === null ? undefined : t('run.seconds', { seconds: short(Math.round(1000 * value) / 1000) })
+function seconds(value, key = 'run.seconds') {
+  return value === null ? undefined : t(key, { seconds: short(Math.round(1000 * value) / 1000) })
 }
 
 function speedup(run) {
@@ -51,7 +51,7 @@ export function makeRunning() {
 function makeRun(run) {
   const when = new Date(1000 * run.at).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })
   const how = run.split ? [t(`run.${run.split}`), speedup(run)] : [t('run.oneMachine')]
-  const facts = [...how, seconds(run.seconds_per_step) && `${seconds(run.seconds_per_step)}/${t('run.step').toLowerCase()}`]
+  const facts = [...how, seconds(run.seconds_per_step, 'run.perStep')]
   return el(
     'li',
     { class: 'monarch-run', 'data-split': run.split ?? 'none' },

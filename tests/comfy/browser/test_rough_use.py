@@ -1,0 +1,115 @@
+"""The tab in rough use: reloads, two pages, a server that restarts, odd names and codes, other languages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_split.tests.comfy.browser.page import code_of, wait_for
+from monarch_split.tests.comfy.browser.site import render
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(240)]
+
+ODD_NAME = "<img src=x onerror=document.title='broken'>-" + 60 * "W"
+
+
+def test_codes_that_are_none_are_refused_with_a_sentence_and_a_wrapped_one_pairs(
+    site: Any, open_page: Callable[..., Any], pairable_worker: Callable[..., Any]
+) -> None:
+    site.name_workers()
+    page = open_page()
+    page.open_tab()
+    for code in ("monarch1-" + 2000 * "x", "<script>", "👋 " * 100, 5000 * "y"):
+        page.pair(code)
+        wait_for(lambda: page.panel.locator(".monarch-failed").count() == 1, 10)
+        assert not page.clipped()
+    with pairable_worker() as worker:
+        code = code_of(worker)
+        # As it is copied from a narrow terminal.
+        page.pair(f"  {code[:40]}\n  {code[40:]} \n")
+        page.panel.get_by_text("Paired with second").wait_for(timeout=20_000)
+        assert page.panel.locator(".monarch-failed").count() == 0
+        # A double click does it once.
+        page.panel.get_by_role("button", name="Forget the worker second").dblclick()
+        page.page.get_by_role("dialog").get_by_role("button", name="Cancel").first.click()
+        assert page.card("second").count() == 1
+        page.button("Free memory").dblclick()
+        page.panel.get_by_text("ComfyUI unloads its models").wait_for(timeout=10_000)
+    assert not page.errors
+
+
+def test_a_page_that_is_reloaded_and_a_second_one_show_the_running_render(
+    site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any]
+) -> None:
+    with start_worker(name=ODD_NAME) as worker:
+        site.name_workers(worker.address)
+        pages = [open_page(), open_page()]
+        for page in pages:
+            page.open_tab()
+        site.queue(render(31, steps=200))
+        for page in pages:
+            page.wait_until("WWWW", "Rendering", 60)
+            assert not page.clipped()
+        pages[0].page.reload()
+        pages[0].tab_button.wait_for(timeout=90_000)
+        if not pages[0].panel.is_visible():
+            pages[0].open_tab()
+        pages[0].wait_until("WWWW", "Rendering", 10)
+        for page in pages:
+            assert page.region("Running render").get_by_role("progressbar").get_attribute("aria-valuemax") == "200"
+        for page in pages:
+            page.wait_until("WWWW", "Ready", 90)
+            assert page.page.title() != "broken"
+            assert not page.region("Running render").is_visible()
+            assert not page.errors
+        pages[0].screenshot("odd-name")
+
+
+def test_a_page_whose_server_restarts_follows_the_new_one(
+    site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_worker(name="second") as worker:
+        site.name_workers(worker.address)
+        page = open_page()
+        page.open_tab()
+        site.queue(render(32, steps=40))
+        page.wait_until("second", "Rendering", 60)
+        port = site.port
+        monkeypatch.setattr("monarch_split.demo.comfy_server._free_port", lambda: port)
+        site.stop()
+        site.__enter__()
+        page.wait_until("second", "Ready", 60)
+        assert not page.region("Running render").is_visible()
+        site.run(render(33))
+        page.region("Last renders").get_by_text("on 2 machines by rows").wait_for(timeout=20_000)
+
+
+def test_every_language_fits(site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any]) -> None:
+    with start_worker(name="second") as worker:
+        site.name_workers(worker.address)
+        site.run(render(40))
+        page = open_page()
+
+        def german_for_english(route: Any) -> None:
+            """This front end has no German to choose."""
+            texts = route.fetch().json()
+            route.fulfill(json={**texts, "en": texts["de"]})
+
+        try:
+            for language in ("zh", "ru", "ja", "de"):
+                if language == "de":
+                    page.page.route("**/i18n", german_for_english)
+                site._request("/settings", {"Comfy.Locale": "en" if language == "de" else language})
+                page.page.reload()
+                page.tab_button.wait_for(timeout=90_000)
+                if not page.panel.is_visible():
+                    page.open_tab()
+                page.panel.get_by_text("second", exact=True).wait_for(timeout=20_000)
+                page.screenshot(f"language-{language}")
+                assert not page.clipped()
+                assert "Machines" not in page.panel.inner_text()
+                assert not page.errors
+        finally:
+            site._request("/settings", {"Comfy.Locale": "en"})
