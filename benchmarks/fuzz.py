@@ -52,7 +52,7 @@ from .machine import machine
 
 # What a driver may say between PREPARE and READY, and with a model.
 _PREPARING = frozenset({Kind.PREPARE, Kind.TENSORS, Kind.FILE_BEGIN, Kind.FILE_CHUNK, Kind.FILE_END})
-_COMPUTING = FROM_DRIVER - _PREPARING - {Kind.HELLO, Kind.CANCEL, Kind.END}
+_COMPUTING = FROM_DRIVER - _PREPARING - {Kind.CANCEL, Kind.END}
 _PATIENCE = 30.0
 _CHECK_EVERY = 25
 # What a worker may have more of at the end than once it has served a while, and at most in between.

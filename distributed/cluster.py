@@ -6,7 +6,8 @@ that names it and the line.
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,6 @@ from typing import Any
 from .addresses import Address, AddressError, parse_address
 from .auth import AuthError, Pairings
 from .folders import configuration_folder
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    try:
-        import tomli as tomllib
-    except ImportError:  # pip always carries the same parser
-        from pip._vendor import tomli as tomllib
 
 
 class ConfigurationError(ValueError):
@@ -98,9 +91,10 @@ def load_configuration(path: Path | None = None) -> Configuration:
         return Configuration(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} cannot be read ({error}); correct it or remove it.") from None
+    toml = _parser(file)
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = toml.loads(text)
+    except toml.TOMLDecodeError as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}. Correct it or remove it.") from None
     default = data.get("default", "default")
     tables = data.get("clusters", {})
@@ -109,6 +103,14 @@ def load_configuration(path: Path | None = None) -> Configuration:
     _refuse_unknown(data, {"default", "clusters"}, f"{file} has", "; a cluster is a table [clusters.<name>]")
     clusters = {name: _cluster(file, name, table) for name, table in tables.items()}
     return Configuration(file, True, default, clusters)
+
+
+def _parser(file: Path) -> Any:
+    """Python's own since 3.11; before that, the package it came from, which pip carries too."""
+    for name in ("tomllib", "tomli", "pip._vendor.tomli"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise ConfigurationError(f"{file} cannot be read by this Python without tomli; pip install tomli, or remove it.")
 
 
 def _cluster(file: Path, name: str, table: Any) -> Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,19 +220,36 @@ class DriverChannel:
 
 
 def _reachable(addresses: Sequence[Address]) -> list[tuple[str, float]]:
-    """(endpoint, seconds that a connection took) of those addresses that accept any.
+    """(endpoint, seconds that a connection took) of those addresses that accept any, in this order.
 
-    Raises ChannelLost of the first if none does.
+    Raises ChannelLost of the first if none does. Once one has answered, the others are not waited for any longer than
+    OTHER_ADDRESSES_SECONDS: the cable of one may be unplugged.
     """
-    endpoints: list[tuple[str, float]] = []
-    problems: list[ChannelLost] = []
-    for address in addresses:
+    outcomes: dict[Address, tuple[str, float] | ChannelLost] = {}
+    changed = threading.Condition()
+
+    def attempt(address: Address) -> None:
+        began = time.monotonic()
         try:
-            began = time.monotonic()
             host = reach(address.host, address.port, str(address))
-            endpoints.append((endpoint(host, address.port), time.monotonic() - began))
+            outcome: tuple[str, float] | ChannelLost = endpoint(host, address.port), time.monotonic() - began
         except ChannelLost as problem:
-            problems.append(problem)
+            outcome = problem
+        with changed:
+            outcomes[address] = outcome
+            changed.notify_all()
+
+    if len(addresses) == 1:
+        attempt(addresses[0])
+    for address in addresses if len(addresses) > 1 else ():
+        threading.Thread(target=attempt, args=(address,), name="monarch-reach", daemon=True).start()
+    with changed:
+        changed.wait_for(
+            lambda: len(outcomes) == len(addresses) or any(isinstance(each, tuple) for each in outcomes.values())
+        )
+        changed.wait_for(lambda: len(outcomes) == len(addresses), limits.OTHER_ADDRESSES_SECONDS)
+        known = [outcomes[address] for address in addresses if address in outcomes]
+    endpoints = [each for each in known if isinstance(each, tuple)]
     if not endpoints:
-        raise problems[0]
+        raise next(each for each in known if isinstance(each, ChannelLost))
     return endpoints

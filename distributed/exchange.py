@@ -102,16 +102,29 @@ def probe(exchange: Exchange, device: torch.device) -> tuple[float, float]:
     Returns (seconds of a tiny operation, bytes per second that come in while as many go out).
     """
     exchange.begin(0)
-    trips, rates = [], []
-    for size, seconds in ((1, trips), (1, trips), (1, trips), *((limits.EXCHANGE_PROBE_BYTES, rates),) * 4):
+
+    def operation(size: int, content: int = 0) -> tuple[float, int]:
+        """(seconds of an operation of `size` bytes, the largest byte that any rank put in)"""
         buffer = torch.zeros(exchange.size, size, dtype=torch.uint8, device=device)
+        buffer[exchange.rank] = content
         synchronize(buffer)
         began = time.perf_counter()
         exchange.all_gather([buffer], [[(rank, rank + 1)] for rank in range(exchange.size)])
         exchange.settle()
         synchronize(buffer)
-        seconds.append(time.perf_counter() - began)
-    # Far ranks wait for each other in every other operation only: two in a row are what two of a forward take.
-    trip, best = (min(map(sum, itertools.pairwise(taken))) / 2 for taken in (trips, rates))
+        return time.perf_counter() - began, int(buffer.max())
+
+    def several(count: int, size: int) -> float:
+        """Seconds of such an operation."""
+        taken = [operation(size)[0] for _ in range(count)]
+        # Far ranks wait for each other in every other operation only: two in a row are what two of a forward take.
+        return min(map(sum, itertools.pairwise(taken))) / 2
+
+    trip, size = several(3, 1), limits.EXCHANGE_FIRST_PROBE_BYTES
+    best = several(2, size)
+    # Over a slow link that says enough, and more would take long; all ranks have to see it alike.
+    if operation(1, int(best > limits.EXCHANGE_PROBE_SECONDS))[1] == 0:
+        size = limits.EXCHANGE_PROBE_BYTES
+        best = several(4, size)
     # Over the fastest links, enqueueing takes as long as the bytes do.
-    return trip, limits.EXCHANGE_PROBE_BYTES * (exchange.size - 1) / max(best - trip, best / 2)
+    return trip, size * (exchange.size - 1) / max(best - trip, best / 2)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from . import limits
 from .exchange import Exchange, ExchangeFailed
@@ -21,10 +22,14 @@ _HEADER = struct.Struct("<QII")
 
 @dataclass(frozen=True)
 class Lane:
-    """A way to one rank: a socket, and what it wants in front of each message (the identity, if it is a ROUTER)."""
+    """A way to one rank: a socket, and what it wants in front of each message (the identity, if it is a ROUTER).
+
+    monitor: tells when the connection broke; the rank that connected has one.
+    """
 
     socket: zmq.Socket[bytes]
     prefix: tuple[bytes, ...] = ()
+    monitor: zmq.Socket[bytes] | None = None
 
 
 class LaneExchange(Exchange):
@@ -59,6 +64,8 @@ class LaneExchange(Exchange):
         self._early: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}
         self._early_bytes = 0
         self._staging: dict[tuple[int, str], torch.Tensor] = {}
+        self._monitors = [lane.monitor for ways in lanes.values() for lane in ways if lane.monitor is not None]
+        self._broken = False
         for frames in arrived:
             for message in self._parse(None, frames):
                 self._keep(*message)
@@ -157,8 +164,17 @@ class LaneExchange(Exchange):
             self._early_bytes -= payload.nbytes
             place(rank, number, payload)
         next_check = time.monotonic() + limits.POLL_SECONDS
+        broken_at: float | None = None
         while missing:
             ready = self._poller.poll(int(limits.POLL_SECONDS * 1000))
+            if not ready and self._is_broken():
+                broken_at = broken_at or time.monotonic()
+                # If it is the whole machine that is gone, `check` tells.
+                if time.monotonic() > broken_at + limits.HEARTBEAT_TIMEOUT:
+                    raise ExchangeFailed(
+                        "a connection for the exchange of tokens broke; a firewall or tunnel may have closed the port "
+                        "after the worker's own"
+                    )
             # Not only when nothing came: a stranger may send without end.
             if time.monotonic() >= next_check:
                 self.check()
@@ -169,6 +185,12 @@ class LaneExchange(Exchange):
                         place(rank, number, payload)
                     elif (forward, operation) > key:
                         self._keep(rank, forward, operation, number, payload)
+
+    def _is_broken(self) -> bool:
+        for monitor in self._monitors:
+            while monitor.poll(0):
+                self._broken |= recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+        return self._broken
 
     def _read(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[int, int, int, int, memoryview]]:
         for _ in range(limits.LANE_QUEUE_MESSAGES):

@@ -125,30 +125,33 @@ def _connect(
             sock.set(zmq.IDENTITY, _identity(secret, rank, lane))
             # Each lane has an I/O thread of its own.
             sock.set(zmq.AFFINITY, 1 << lane)
-            _connect_lane(sock, endpoint(*address))
+            # What was on its way is gone with a connection, so libzmq must not mend it quietly.
+            sock.set(zmq.RECONNECT_IVL, -1)
+            monitor = _connect_lane(sock, endpoint(*address))
             sock.send(_GREETING)
-            lanes.setdefault(peer, []).append(Lane(sock))
+            lanes.setdefault(peer, []).append(Lane(sock, monitor=monitor))
     return context, lanes
 
 
 def _configure(sock: zmq.Socket[bytes]) -> None:
     configure(sock)
+    # The channel tells who is alive. Here a heartbeat may wait behind chunks that a slow link takes seconds for.
+    sock.set(zmq.HEARTBEAT_IVL, 0)
     # What waits to be sent is the caller's own memory; a limit would only let two ranks wait for each other.
     sock.set(zmq.SNDHWM, 0)
     sock.set(zmq.MAXMSGSIZE, limits.EXCHANGE_CHUNK_BYTES + 1024)
 
 
-def _connect_lane(sock: zmq.Socket[bytes], address: str) -> None:
-    """Connect, and give it a moment to get there; it goes on in the background.
+def _connect_lane(sock: zmq.Socket[bytes], address: str) -> zmq.Socket[bytes]:
+    """Connect, and give it a moment to get there; it goes on in the background. Returns its monitor.
 
     The other side's socket gives each connection to the I/O thread with the fewest. Those that came at once would all
     go to the same.
     """
-    monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     sock.connect(address)
     monitor.poll(int(limits.POLL_SECONDS * 1000))
-    sock.disable_monitor()
-    monitor.close(linger=0)
+    return monitor
 
 
 def _identity(secret: bytes, rank: int, lane: int) -> bytes:
@@ -162,6 +165,10 @@ def _close(
     for ways in lanes.values():
         for lane in ways:
             if lane.socket is not shared:
+                with contextlib.suppress(zmq.ZMQError):
+                    lane.socket.disable_monitor()
+                if lane.monitor is not None:
+                    lane.monitor.close(linger=0)
                 with contextlib.suppress(zmq.ZMQError):
                     lane.socket.close(linger=0)
     context.term()

@@ -36,7 +36,7 @@ class FileCache:
     def find(self, ref: FileRef) -> Path | None:
         """The file, if it is here whole."""
         path = self._path(ref)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # not there, or it cannot be read
             status = path.lstat()  # nothing here is a link, unless others can write here
             if stat.S_ISREG(status.st_mode) and status.st_size == ref.bytes and file_digest(path) == ref.digest:
                 touch(path, ref.digest)
@@ -44,10 +44,13 @@ class FileCache:
         return None
 
     def free_bytes(self) -> int:
-        """Room on the disk for files that drivers send; 0 if that cannot be told."""
+        """Room on the disk for files that drivers send, in place of older ones, too; 0 if that cannot be told."""
         with contextlib.suppress(OSError):
-            return max(0, shutil.disk_usage(self.folder).free - limits.FILE_CACHE_RESERVE_BYTES)
+            return max(0, self._free() + sum(size for size, _ in self._removable(None)))
         return 0
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free - limits.FILE_CACHE_RESERVE_BYTES
 
     def _path(self, ref: FileRef) -> Path:
         return self.folder / f"{ref.digest}.safetensors"
@@ -63,11 +66,7 @@ class FileCache:
         target = self._path(ref)
         part = target.with_suffix(_PART)
         self._remove_stale(part)
-        self._make_room(ref.bytes, part)
-        needed = ref.bytes - (part.stat().st_size if part.exists() else 0)
-        free = shutil.disk_usage(self.folder).free
-        if needed > free - limits.FILE_CACHE_RESERVE_BYTES and needed > limits.FILE_CHUNK_BYTES * 16:
-            raise OSError(f"{ref.name} needs {_gb(needed)}, the worker's disk has {_gb(free)} free at {self.folder}")
+        self._make_room(ref, part)
         return IncomingFile(ref, target)
 
     def _remove_stale(self, wanted: Path) -> None:
@@ -77,17 +76,29 @@ class FileCache:
                 if part != wanted and time.time() - part.stat().st_mtime > limits.FILE_PART_SECONDS:
                     _remove_part(part)
 
-    def _make_room(self, needed: int, wanted: Path) -> None:
+    def _removable(self, wanted: Path | None) -> list[tuple[int, Path]]:
+        """(bytes, path) of what may be removed, the least recently used first."""
         # Another worker that shares the folder writes to its own part all the time.
         busy = time.time() - limits.STALL_TIMEOUT
         held = [(path.stat(), path) for path in self.folder.glob("*.safetensors")]
         parts = [(path.stat(), path) for path in self.folder.glob(f"*{_PART}") if path != wanted]
         held += [(status, path) for status, path in parts if status.st_mtime < busy]
-        total = sum(status.st_size for status, _ in held)
-        for status, path in sorted(held, key=lambda item: item[0].st_mtime):
-            if total + needed <= self.max_bytes:
+        return [(status.st_size, path) for status, path in sorted(held, key=lambda item: item[0].st_mtime)]
+
+    def _make_room(self, ref: FileRef, part: Path) -> None:
+        """Remove older files as far as this one needs it. Raises OSError, and removes nothing, if it cannot fit."""
+        removable = self._removable(part)
+        total = sum(size for size, _ in removable)
+        needed, free = ref.bytes - (part.stat().st_size if part.exists() else 0), self._free()
+        if needed > free + total and needed > limits.FILE_CHUNK_BYTES * 16:
+            raise OSError(
+                f"{ref.name} needs {_gb(needed)}, the worker's disk has {_gb(max(0, free + total))} free for it at "
+                f"{self.folder}; free some space there, or start it with --cache on another disk"
+            )
+        for size, path in removable:
+            if total + ref.bytes <= self.max_bytes and needed <= free:
                 return
-            total -= status.st_size
+            total, free = total - size, free + size
             _remove_part(path) if path.suffix == _PART else path.unlink(missing_ok=True)
 
 

@@ -29,11 +29,11 @@ class Ledger:
     def __init__(self, report: Report, peers: Peers) -> None:
         self._report = report
         self._peers = peers
-        self._warm: set[tuple[str, int]] = set()
+        self._warm: set[tuple[str, Costs]] = set()
         # By the shapes of a call: those who took part when `auto` decided against splitting it, and its costs.
         self._settled: dict[Hashable, tuple[tuple[Peer, ...], Costs]] = {}
         # By kind of forward: what was predicted before the first split of it.
-        self._predicted: dict[int, float] = {}
+        self._predicted: dict[Costs, float] = {}
 
     @property
     def _model(self) -> str:
@@ -84,18 +84,18 @@ class Ledger:
 
     def record_pace(self, costs: Costs, node: str, size: float, seconds: float) -> None:
         """A node's first share of a kind in a run also pays for warming up, which says nothing of its pace."""
-        if (node, id(costs)) in self._warm:
+        if (node, costs) in self._warm:
             costs.record_pace(node, size, seconds)
-        self._warm.add((node, id(costs)))
+        self._warm.add((node, costs))
 
-    def predict(self, costs: Costs, size: int, speedup: float) -> None:
-        """A forward of `size` rows is about to be split, which should make it so many times as fast.
+    def predict(self, costs: Costs, size: int, speedup: Callable[[], float]) -> None:
+        """A forward of `size` rows is about to be split, which should make it `speedup()` times as fast.
 
         What such splits were in earlier runs is a better guess. Only the first guess of a run counts.
         """
-        if id(costs) not in self._predicted:
-            self._predicted[id(costs)] = plan.tried_speedup(costs, size, DRIVER) or speedup
-        self._report.predicted = self._predicted[id(costs)]
+        if costs not in self._predicted:
+            self._predicted[costs] = plan.tried_speedup(costs, size, DRIVER) or speedup()
+        self._report.predicted = self._predicted[costs]
 
     def record_split(self, costs: Costs, seconds: float, given: Mapping[str, float], *, split: bool) -> None:
         """A forward was shared out, rows (or conditionings, or tokens) to nodes; `split`: whether any to a worker."""

@@ -30,8 +30,8 @@ TENSOR_BATCH_BYTES = 256 * MIB
 # Channel
 DATA_LANES = 2
 MAX_LANES = 16
-# Each frame has to arrive within HEARTBEAT_TIMEOUT, or a slow link is taken for a dead one: so 1 MB/s is enough for two
-# data lanes.
+# Each frame has to arrive within HEARTBEAT_TIMEOUT, or a slow link is taken for a dead one: so 2 MB/s is enough for two
+# data lanes, what the system keeps in its buffers included.
 CHUNK_BYTES = MIB // 2
 # Tensors up to this size travel inside their message: gathering chunks from the lanes would cost more than it saves.
 INLINE_BYTES = MIB // 2
@@ -56,6 +56,9 @@ EXCHANGE_LANES = 4
 EXCHANGE_MIN_CHUNK_BYTES = 1 * MIB
 EXCHANGE_CHUNK_BYTES = 4 * MIB
 EXCHANGE_JOIN_TIMEOUT = 10.0
+# A new exchange is tried with the first of these, and if that took no longer than so many seconds, with the second.
+EXCHANGE_FIRST_PROBE_BYTES = 1 * MIB
+EXCHANGE_PROBE_SECONDS = 0.25
 EXCHANGE_PROBE_BYTES = 16 * MIB
 # Process groups of torch.distributed: making an NCCL communicator takes seconds.
 GROUP_JOIN_TIMEOUT = 30.0
@@ -65,6 +68,8 @@ GROUP_CLOSE_TIMEOUT = 2.0
 HEARTBEAT_INTERVAL = 0.5
 HEARTBEAT_TIMEOUT = 1.25
 CONNECT_TIMEOUT = 2.0
+# How long a worker's other addresses are waited for once one has answered.
+OTHER_ADDRESSES_SECONDS = 0.25
 # A handshake with keys takes this many round trips at most, which a driver waits for beyond CONNECT_TIMEOUT; a worker,
 # which cannot know how far a driver is, waits this long.
 HANDSHAKE_TRIPS = 4

@@ -69,9 +69,9 @@ class Kind(IntEnum):
     SINK = 42
 
 
+# Of a session that was let in, with its HELLO.
 FROM_DRIVER = frozenset(
     {
-        Kind.HELLO,
         Kind.PREPARE,
         Kind.TENSORS,
         Kind.FILE_BEGIN,

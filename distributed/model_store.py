@@ -88,8 +88,11 @@ class ComfyRuntime:
         if path is not None and not self._is_in_a_model_folder(path):
             say(f"{path} is a link out of the model folders and is not used; name its folder to ComfyUI instead.")
             return None
-        if path is not None and path.stat().st_size == ref.bytes and file_digest(path) == ref.digest:
-            return path
+        try:
+            if path is not None and path.stat().st_size == ref.bytes and file_digest(path) == ref.digest:
+                return path
+        except OSError as error:
+            say(f"{path} cannot be read ({error.strerror or error}) and is not used.")
         return None
 
     def _is_in_a_model_folder(self, path: Path) -> bool:

@@ -97,7 +97,7 @@ class Peers:
             for reason in error.reasons:
                 self._report.add_reason(reason)
             return
-        except (OSError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:
             # A ComfyUI or a loader that keeps its models in a way not known here must not end the render.
             self._report.add_reason(f"the model cannot be described ({type(error).__name__}: {error})")
             return

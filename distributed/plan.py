@@ -33,7 +33,7 @@ def share_rows(rows: int, paces: Sequence[float], at_least: Sequence[int] | None
     return shares
 
 
-@dataclass
+@dataclass(eq=False)
 class Costs:
     """What forwards of one kind (model, shapes, nodes) have cost, in seconds."""
 

@@ -269,7 +269,7 @@ class Session:
         nodes = [DRIVER, *(peer.worker_id for peer in peers)]
         shares = plan.shares(costs, nodes, rows, everyone=self.report.mode != "auto")
         if any(shares[1:]):
-            self._ledger.predict(costs, rows, plan.predict(costs, nodes, shares))
+            self._ledger.predict(costs, rows, lambda: plan.predict(costs, nodes, shares))
         return dict(zip(nodes, shares, strict=True))
 
     # --- conditionings side by side -------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ class ByTokens:
         if alone is not None and costs.exchanges:
             link = self.tokens.join(peers, device_of(call.args[0]))
             seconds = link.predict(parts[0] * alone, costs.swapped_bytes, costs.exchanges, len(parts))
-            self._ledger.predict(costs, 1, alone / seconds)
+            self._ledger.predict(costs, 1, lambda: alone / seconds)
 
     def _split(self, peers: list[Peer], forward: Forward, call: Call, plain: Call, costs: Costs) -> TokenForward | None:
         """A forward computed by tokens, which counts, or None if that did not work out."""

@@ -32,7 +32,6 @@ from .pairing import admit
 from .patch_cache import PatchCache
 from .runtime import Runtime
 from .usage import Usage
-from .versions import Versions, mismatch
 from .worker_channel import WorkerChannel
 from .worker_driver import Means, ServedDriver
 from .worker_tokens import TokenRank
@@ -195,7 +194,7 @@ class Worker:
             if self._driver is not None and time.monotonic() < came + _GOODBYE_SECONDS:
                 continue
             self._probe_driver()
-            refusal = self._refusal(message)
+            refusal = self._refusal()
             if refusal is None and self._channel.lane_count(session) < message.body["lanes"]:
                 if time.monotonic() > came + limits.CONNECT_TIMEOUT:
                     del self._greetings[session]
@@ -247,10 +246,8 @@ class Worker:
     def _is_local(self, session: bytes) -> bool:
         return self._channel.user(session) in (OWN, "")
 
-    def _refusal(self, message: Message) -> str | None:
-        driver_versions = Versions.from_message(message.body)
-        if driver_versions.pack != self._means.runtime.versions.pack:
-            return mismatch(driver_versions, self._means.runtime.versions, self.name)[0]
+    def _refusal(self) -> str | None:
+        # Whether other versions will do is the driver's decision: its user may allow them.
         if self._driver is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self._driver.since))
             return f"it is busy with {self._driver.name} since {since}; render again when that is done"

@@ -17,8 +17,7 @@ from ..browser.board import LOADING, READY, board
 from ..browser.names import names
 from ..browser.settings import chosen_cluster, settings_of_prompt
 from ..browser.turns import GiveWay, turns
-from ..distributed.cluster import Cluster, ConfigurationError
-from ..distributed.options import NotReproducible
+from ..distributed.cluster import Cluster
 from ..distributed.peers import Peers
 from ..distributed.recipe import Recipe
 from ..distributed.replica import describe
@@ -50,7 +49,8 @@ def load_early(patcher: Any, prompt: Mapping[str, Any] | None) -> None:
         if not cluster.workers:
             return
         recipe = describe(patcher)
-    except (ConfigurationError, NotReproducible, OSError, LookupError, TypeError, ValueError):
+    except Exception:
+        logging.debug("monarch: this model is not loaded early", exc_info=True)
         return
     follow(patcher, recipe.file.digest)
     names.note(recipe.file.digest, recipe.file.name)
@@ -86,7 +86,8 @@ def _load(cluster: Cluster, recipe: Recipe) -> None:
             finally:
                 members = peers.members
                 peers.end(cancel=False)
-                for peer in members:
+                # A render that begins has them load on, and tells of it.
+                for peer in () if turns.rendering else members:
                     board.seen(peer.address, READY, name=peer.name)
     except GiveWay:
         pass

@@ -105,6 +105,14 @@ class NetworkProxy:
             while self._ways:
                 self._close(self._ways[0])
 
+    def reset_tokens(self) -> None:
+        """Break the connections to the port of token splits, and no others."""
+        with self._lock:
+            for way in [way for way in self._ways if self._port not in _ports(way)]:
+                if way in self._ways:
+                    way.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_WITH_RESET)
+                    self._close(way)
+
     def close(self) -> None:
         self._stopping = True
         self._thread.join(10)
@@ -202,6 +210,10 @@ class NetworkProxy:
             self._ways.remove(each)
         way.source.close()
         way.target.close()
+
+
+def _ports(way: _Way) -> set[int]:
+    return {end for sock in (way.source, way.target) for end in (sock.getsockname()[1], sock.getpeername()[1])}
 
 
 def port_with_a_neighbour() -> int:

@@ -20,9 +20,10 @@ import torch
 import zmq
 
 from monarch_split.distributed import limits
+from monarch_split.distributed.addresses import Address
 from monarch_split.distributed.auth import own_identity
 from monarch_split.distributed.channel import ChannelLost
-from monarch_split.distributed.driver_channel import DriverChannel
+from monarch_split.distributed.driver_channel import DriverChannel, _reachable
 from monarch_split.distributed.messages import Kind
 from monarch_split.tests.channel_peer import Nursery, ask, echo_thread, greeted, next_messages, own_keys
 
@@ -288,3 +289,22 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_open() -> None:
             type(echo.channel)(context, ["127.0.0.1"], echo.port, own=own_identity())
         context.term()
         assert _settles_at(before)
+
+
+def test_an_address_that_is_silent_does_not_hold_up_those_that_answer() -> None:
+    """As when one half of a cable is unplugged; the same for each greeting."""
+    with socket.create_server(("127.0.0.1", 0)) as answers, socket.socket() as silent:
+        silent.bind(("127.0.0.3", 0))
+        silent.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                each.connect(silent.getsockname())
+        time.sleep(0.2)
+        began = time.monotonic()
+        ways = _reachable([Address(*silent.getsockname()), Address(*answers.getsockname())])
+        assert time.monotonic() - began < limits.CONNECT_TIMEOUT - 0.5
+        assert [way for way, _ in ways] == [f"tcp://127.0.0.1:{answers.getsockname()[1]}"]
+        for each in waiting:
+            each.close()

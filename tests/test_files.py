@@ -341,6 +341,26 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_sent(cache: FileCac
     assert left_behind(cache) == []
 
 
+def test_a_full_disk_has_room_in_place_of_older_files_and_none_for_what_cannot_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / f"{i}", 100_000, seed=i) for i in range(3)]
+    cache = FileCache(tmp_path / "cache")
+    for age, path in enumerate(paths):
+        os.utime(transfer(cache, path), (1000 + age, 1000 + age))
+    size = paths[0].stat().st_size
+    monkeypatch.setattr(limits, "FILE_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(cache, "_free", lambda: size // 2)
+    assert cache.free_bytes() == size // 2 + 3 * size
+    with pytest.raises(OSError, match="free some space there"):
+        cache.receive(FileRef(None, "huge", 4 * size, "a" * 40))
+    assert [cache.find(ref_of(path)) is not None for path in paths] == [True] * 3
+    for age, path in enumerate(paths):
+        os.utime(cache.find(ref_of(path)) or path, (1000 + age, 1000 + age))
+    cache.receive(FileRef(None, "new", size, "b" * 40)).leave()
+    assert [cache.find(ref_of(path)) is not None for path in paths] == [False, True, True]
+
+
 _FULL_DISK = """
 import resource, runpy, signal, sys
 from pathlib import Path

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def test_every_setting_and_option_of_the_dialog_has_its_texts_and_none_is_left_o
     assert {key[0] for key in known} == settings
     assert {(key, part) for key in settings for part in ("name", "tooltip")} <= set(known)
     assert {key[2] for key in known if key[1] == "options"} == options
+
+
+def test_options_fit_the_lists_of_the_settings_dialog() -> None:
+    for language in LANGUAGES:
+        for key, text in texts(language, "settings").items():
+            if key[1] == "options":
+                width = sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+                assert width <= 12, f"{language}: it is shown with ... at its end: {text}"
 
 
 def test_python_installs_them_with_the_pack() -> None:

@@ -292,6 +292,32 @@ def test_a_slow_network_is_no_loss(
     assert not report.events
 
 
+def test_over_a_link_far_too_slow_for_tokens_auto_says_so_and_goes_on(
+    network: NetworkProxy, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    network.throttle(4e6)
+    # `auto` does not wait for a worker that still loads.
+    worst, report = render(
+        [network.address], recipe, model, mode="auto", cfg=1.0, steps=6, on_step=lambda _: time.sleep(0.3)
+    )
+    assert worst == 0
+    assert report.forwards_split == 0
+    assert "would not be faster over this link" in report.line()
+
+
+def test_connections_for_tokens_that_break_alone_cost_one_forward(
+    network: NetworkProxy, recipe: Recipe, model: ReferenceDiT
+) -> None:
+    def on_step(step: int) -> None:
+        if step == 2:
+            network.reset_tokens()
+
+    worst, report = render([network.address], recipe, model, mode="tokens", cfg=1.0, steps=6, on_step=on_step)
+    assert worst <= SAME
+    assert 1 <= report.forwards_split < 5, report.line()
+    assert "a connection for the exchange of tokens broke" in report.line()
+
+
 def test_a_link_that_drops_between_runs_is_made_anew(
     network: NetworkProxy, recipe: Recipe, model: ReferenceDiT
 ) -> None:

@@ -14,10 +14,12 @@ import torch
 from monarch_split.demo.reference import ReferenceDiT
 from monarch_split.demo.worker_process import WorkerProcess
 from monarch_split.distributed import limits
+from monarch_split.distributed.addresses import parse_address
 from monarch_split.distributed.cluster import configuration_file
 from monarch_split.distributed.codec import Kept
 from monarch_split.distributed.driver_channel import DriverChannel
 from monarch_split.distributed.messages import Kind, Message
+from monarch_split.distributed.peer import Peer
 from monarch_split.distributed.recipe import Recipe, tensor_digest
 from monarch_split.distributed.versions import own_versions
 from monarch_split.tests.channel_peer import own_keys
@@ -69,6 +71,15 @@ class TestWhoIsServed:
         assert worst == 0
         assert all(version in report.line() for version in ("0.0.1", own_versions(None).pack))
         assert "install the same version on both" in report.line()
+
+    def test_another_version_is_used_with_a_warning_by_who_allows_it(self, forge: Forge) -> None:
+        with ended(other := forge.worker("old", pack="0.0.1")):
+            peer = Peer(parse_address(other.address), lambda: None)
+            try:
+                warnings = peer.connect(own_versions(None), allow_mismatch=True)
+            finally:
+                peer.close(cancel=False)
+        assert any("0.0.1" in warning for warning in warnings)
 
     def test_a_second_driver_hears_since_when_the_worker_is_busy(
         self, worker: Worker, recipe: Recipe, model: ReferenceDiT
