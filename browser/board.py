@@ -47,11 +47,15 @@ class Node:
 
 @dataclass
 class Findings:
-    """What the doctor found: checks as `monarch doctor --json` gives them. problem: why there are none."""
+    """What the doctor found: checks as `monarch doctor --json` gives them. problem: why there are none.
+
+    at: when it was done, in seconds since 1970.
+    """
 
     running: bool = False
     problem: str = ""
     checks: list[dict[str, Any]] = field(default_factory=list)
+    at: float | None = None
 
 
 class Board:
@@ -119,10 +123,12 @@ class Board:
         with self._lock:
             self._told = None
 
-    def found(self, findings: Findings) -> None:
+    def found(self, findings: Findings, *, quiet: bool = False) -> None:
+        """quiet: do not publish it yet; then it returns at once."""
         with self._lock:
-            self._findings = findings
-        self.publish()
+            self._findings = findings if findings.running else replace(findings, at=time.time())
+        if not quiet:
+            self.publish()
 
     # --- what pages are sent --------------------------------------------------------------------------------------
 

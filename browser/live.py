@@ -60,7 +60,7 @@ class LiveRun:
         try:
             self._looked_at = time.monotonic()
             self._look_at_workers()
-            board.run_goes_on(self._described())
+            board.run_goes_on(self._described_now())
         finally:
             self._lock.release()
 
@@ -77,7 +77,9 @@ class LiveRun:
                     board.seen(address, READY, client=self._client)
                 elif board.node(address).state in (READY, LOADING, RENDERING):
                     why = _about(report, address, board.node(address).name)
-                    board.seen(address, UNREACHABLE, client=self._client, quiet=alone, detail=why)
+                    # A worker of which nothing was reported was not asked for.
+                    state = UNREACHABLE if why else READY
+                    board.seen(address, state, client=self._client, quiet=alone, detail=why)
         if report.forwards_split:
             board.was_split()
         elif alone and report.steps:
@@ -97,6 +99,11 @@ class LiveRun:
             board.seen(address, RENDERING if peer.ready else LOADING, client=self._client, **changes)
         self._taking_part = {address: peer.name for address, peer in taking_part.items()}
 
+    def _described_now(self) -> dict[str, Any]:
+        """As it goes at the moment: the report goes on to count what a lost worker did."""
+        described = self._described()
+        return described if self._taking_part else {**described, "split": None, "shares": {}}
+
     def _described(self) -> dict[str, Any]:
         report = self._report
         pace = report.seconds_per_step if report.seconds else self._pace()
@@ -109,6 +116,7 @@ class LiveRun:
             "seconds_per_step": pace,
             "waiting": report.waiting,
             "speedup": report.speedup,
+            "predicted": report.predicted,
         }
 
     def _pace(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from .board import board, shown
+from .board import Findings, board, shown
 from .guard import Body, Refused, changing, reading, text_of
 from .names import names
 from .server import pages
@@ -77,6 +77,8 @@ class Actions:
         if turns.rendering:
             raise Refused("a render is running; check when it is done", 409)
         if self._checking is None or self._checking.done():
+            # A page that asks for the state after this answer knows that it runs, and offers no second one.
+            board.found(Findings(running=True), quiet=True)
             comfyui = Path(str(sys.modules["server"].__file__)).parent
             self._checking = asyncio.create_task(asyncio.to_thread(examine, comfyui, sys.argv[1:]))
         return {}

@@ -78,11 +78,10 @@ class Watch:
             self._look_at(address, cluster)
 
     def _look_at(self, address: Address, cluster: Cluster) -> None:
-        try:
-            find_way(address)
-        except Unreachable as problem:
+        obstacle = _obstacle(address)
+        if obstacle:
             self._greeted.pop(address, None)
-            self._saw(address, UNREACHABLE, detail=f"{problem}; {problem.fix}")
+            self._saw(address, UNREACHABLE, detail=obstacle)
             return
         try:
             known_worker(address)
@@ -102,7 +101,11 @@ class Watch:
                 finally:
                     peer.close(cancel=False)
             except PeerFailed as error:
-                self._saw(address, REFUSED if error.final or error.worker_id else UNREACHABLE, detail=str(error))
+                if error.final or error.worker_id:
+                    self._saw(address, REFUSED, detail=str(error))
+                else:
+                    # It may have ended meanwhile; then there is a better reason, with the next step.
+                    self._saw(address, UNREACHABLE, detail=_obstacle(address) or str(error))
         self._greeted[address] = time.monotonic()
 
     def _measure(self, address: Address, peer: Peer) -> None:
@@ -130,3 +133,12 @@ class Watch:
         except AuthError:
             paired = None
         board.seen(str(address), state, paired=paired.name if paired else None, **changes)
+
+
+def _obstacle(address: Address) -> str:
+    """Why a worker cannot be reached, and what to do; empty if it can."""
+    try:
+        find_way(address)
+    except Unreachable as problem:
+        return f"{problem}; {problem.fix}"
+    return ""

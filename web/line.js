@@ -30,15 +30,28 @@ function makeWidget(node) {
   return widget
 }
 
+function widgetOf(node) {
+  return node?.widgets?.find((each) => each.name === NAME)
+}
+
 function showLine(node, text) {
-  const widget = node.widgets?.find((each) => each.name === NAME) ?? makeWidget(node)
+  const widget = widgetOf(node) ?? makeWidget(node)
   setText(widget.element, text)
-  const needed = node.computeSize()[1]
-  if (needed > node.size[1]) node.setSize([node.size[0], needed])
+  // A height that somebody else chose is kept; what a longer line added is not.
+  const [width, height] = node.size
+  if (height !== widget.grownTo) widget.ownHeight = height
+  const needed = Math.max(node.computeSize()[1], widget.ownHeight)
+  if (needed !== height) node.setSize([width, needed])
+  widget.grownTo = node.size[1]
   node.setDirtyCanvas(true, true)
 }
 
 export function showLines() {
+  // What is said of the run before would be taken for this one's, if this one is not split.
+  api.addEventListener('executing', ({ detail }) => {
+    const widget = detail && widgetOf(find(detail))
+    if (widget) setText(widget.element, '')
+  })
   api.addEventListener('monarch.run', ({ detail }) => {
     const node = find(detail.node)
     if (node) showLine(node, detail.line)

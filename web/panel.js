@@ -4,7 +4,7 @@ import { app } from '../../scripts/app.js'
 import { makeCard } from './card.js'
 import { el, setText } from './dom.js'
 import { makeFindings, makeRunning, makeRuns } from './renders.js'
-import { ask, follow } from './state.js'
+import { ask, follow, refresh, state } from './state.js'
 import { t } from './strings.js'
 
 let sections = 0
@@ -17,9 +17,14 @@ function section(title, ...children) {
 /** Shows the tab in `container`; returns what takes it away again. */
 export function showPanel(container) {
   const status = el('p', { class: 'monarch-status', role: 'status' })
+  const away = el('p', { class: 'monarch-status monarch-failed', role: 'status' }, t('away'))
 
-  /** Does something, and says how it went. */
+  const busy = new Set()
+
+  /** Does something, and says how it went; not again before that is done. */
   async function act(button, action) {
+    if (busy.has(button)) return
+    busy.add(button)
     button.disabled = true
     try {
       setText(status, await action())
@@ -28,8 +33,15 @@ export function showPanel(container) {
       setText(status, t('failed', { error: error.message }))
       status.classList.add('monarch-failed')
     } finally {
+      busy.delete(button)
       button.disabled = false
+      enable()
     }
+  }
+
+  function enable() {
+    check.disabled = busy.has(check) || state.doctor.running || state.run !== null
+    free.disabled = busy.has(free) || state.run !== null
   }
 
   const check = el('button', { type: 'button', class: 'monarch-button', click: () => act(check, startCheck) }, t('check.button'))
@@ -42,6 +54,7 @@ export function showPanel(container) {
     'div',
     { class: 'monarch-panel' },
     el('header', { class: 'monarch-head' }, el('h2', {}, t('tab')), el('div', { class: 'monarch-buttons' }, check, free)),
+    away,
     status,
     render,
     section(t('machines'), machines.element, makePairing(act)),
@@ -52,7 +65,7 @@ export function showPanel(container) {
   doctor.hidden = true
   container.replaceChildren(panel)
 
-  return follow((state) => {
+  return follow(() => {
     machines.update(state.nodes)
     render.hidden = state.run === null
     if (state.run !== null) running.update(state.run)
@@ -62,13 +75,14 @@ export function showPanel(container) {
     // Also when it is done: there is more to see then.
     if (state.doctor.running !== wasChecking) doctor.scrollIntoView({ block: state.doctor.running ? 'nearest' : 'start' })
     wasChecking = state.doctor.running
-    check.disabled = state.doctor.running || state.run !== null
-    free.disabled = state.run !== null
+    away.hidden = !state.away
+    enable()
   })
 }
 
 async function startCheck() {
   await ask('check')
+  await refresh()
   return ''
 }
 

@@ -18,6 +18,12 @@ function speedup(run) {
   return run.speedup === null ? undefined : `${run.speedup.toFixed(2)}x`
 }
 
+function speedupBesidePrediction(run) {
+  const measured = speedup(run)
+  if (!measured || !run.predicted) return measured
+  return t('run.predicted', { speedup: measured, predicted: `${run.predicted.toFixed(2)}x` })
+}
+
 /** {element, update(run)} */
 export function makeRunning() {
   const done = el('div')
@@ -42,20 +48,24 @@ export function makeRunning() {
       shares: shares(run),
       pace: seconds(run.seconds_per_step),
       waiting: run.split ? seconds(run.waiting) : undefined,
-      speedup: speedup(run)
+      speedup: speedupBesidePrediction(run)
     })
   }
   return { element, update }
 }
 
+/** The time of day of a moment in seconds since 1970. */
+function clock(at) {
+  return new Date(1000 * at).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })
+}
+
 function makeRun(run) {
-  const when = new Date(1000 * run.at).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })
   const how = run.split ? [t(`run.${run.split}`), speedup(run)] : [t('run.oneMachine')]
   const facts = [...how, seconds(run.seconds_per_step, 'run.perStep')]
   return el(
     'li',
     { class: 'monarch-run', 'data-split': run.split ?? 'none' },
-    el('div', { class: 'monarch-head' }, el('strong', {}, facts.filter(Boolean).join(', ')), el('time', {}, when)),
+    el('div', { class: 'monarch-head' }, el('strong', {}, facts.filter(Boolean).join(', ')), el('time', {}, clock(run.at))),
     el('p', { class: 'monarch-detail' }, run.line)
   )
 }
@@ -81,12 +91,19 @@ export function makeRuns() {
 export function makeFindings() {
   const summary = el('p', { class: 'monarch-hint', role: 'status' })
   const list = el('ul', { class: 'monarch-list' })
-  const element = el('div', {}, summary, list)
+  const when = el('time')
+  const element = el('div', {}, el('div', { class: 'monarch-head' }, summary, when), list)
+  let shown = ''
 
-  function update({ running, problem, checks }) {
+  function update({ running, problem, checks, at }) {
     const ready = checks.every((check) => check.ok)
     const verdict = checks.length ? t(ready ? 'check.ready' : 'check.notReady') : ''
     setText(summary, running ? t('check.running') : problem || verdict)
+    setText(when, running || at === null ? '' : clock(at))
+    // Only what is new: a text that is being selected to be copied would be gone.
+    const key = JSON.stringify(checks)
+    if (key === shown) return
+    shown = key
     list.replaceChildren(...checks.map(makeFinding))
   }
   return { element, update }

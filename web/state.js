@@ -3,7 +3,8 @@
 import { api } from '../../scripts/api.js'
 import { t } from './strings.js'
 
-const EMPTY = { nodes: [], run: null, runs: [], doctor: { running: false, problem: '', checks: [] }, clusters: [] }
+const NOTHING_FOUND = { running: false, problem: '', checks: [], at: null }
+const EMPTY = { nodes: [], run: null, runs: [], doctor: NOTHING_FOUND, clusters: [], away: false }
 const listeners = new Set()
 let isOpen = false
 
@@ -52,10 +53,18 @@ export async function attend(open = isOpen) {
   if (open) await refresh()
 }
 
+/** The server is gone, and with it whatever ran there. */
+function lose() {
+  const nodes = state.nodes.map((node) => ({ ...node, state: 'seeking', detail: '' }))
+  const doctor = state.doctor.running ? NOTHING_FOUND : state.doctor
+  take({ ...state, nodes, doctor, run: null, away: true })
+}
+
 export function listen() {
   const quietly = () => attend().catch(() => {})
   api.addEventListener('monarch.state', (event) => take(event.detail))
   api.addEventListener('status', quietly, { once: true })
-  api.addEventListener('reconnected', quietly)
+  api.addEventListener('reconnecting', lose)
+  api.addEventListener('reconnected', () => quietly().then(refresh).catch(() => {}))
   refresh().catch(() => {})
 }

@@ -40,11 +40,12 @@ def as_prompt(graph: Mapping[str, Any], describe: Describe) -> Prompt:
     prompt: Prompt = {}
     for node in nodes.values():
         described = describe(node["type"])
-        names, values = widgets(described), node.get("widgets_values", [])
-        # Widgets may have come behind those that the template knows.
-        assert len(values) <= len(names), node["type"]
-        sent = {name: value for name, value in zip(names, values, strict=False) if name not in _BROWSER_WIDGETS}
         known = {**described["input"].get("required", {}), **described["input"].get("optional", {})}
+        names, values = widgets(described), node.get("widgets_values", [])
+        assert len(values) <= len(names), node["type"]
+        # Widgets may have come behind those that the template knows.
+        values = values + [known[name][1].get("default") for name in names[len(values) :]]
+        sent = {name: value for name, value in zip(names, values, strict=True) if name not in _BROWSER_WIDGETS}
         for slot in node["inputs"]:
             assert slot["name"] in known, f"{node['type']} has no input {slot['name']}"
             kind = known[slot["name"]][0]

@@ -64,10 +64,11 @@ class ComfyPage:
 
     def open_template(self, pack: str, title: str) -> None:
         """Choose a template of a pack in the template browser."""
+        self.page.evaluate("() => { for (const node of window.app.graph._nodes) node.ofTheGraphBefore = true }")
         self.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
         self.page.get_by_text(pack, exact=True).click()
         self.page.get_by_text(title, exact=True).first.click()
-        wait_for(lambda: self.page.evaluate("() => window.app.graph?._nodes.length") > 0, 20)
+        wait_for(lambda: self.page.evaluate(_HAS_NEW_GRAPH), 20)
 
     def open_graph(self, graph: dict[str, Any]) -> None:
         """Load a graph in UI format."""
@@ -118,12 +119,25 @@ class ComfyPage:
         self.page.wait_for_timeout(500)
         return place
 
+    def set_widget(self, kind: str, name: str, value: Any) -> None:
+        """Give a widget of the first node of a kind another value."""
+        self.page.evaluate(
+            "([kind, name, value]) => { window.app.graph._nodes.find((node) => node.type === kind)"
+            ".widgets.find((widget) => widget.name === name).value = value }",
+            [kind, name, value],
+        )
+
     def screenshot(self, name: str, clip: dict[str, float] | None = None) -> None:
         folder = os.environ.get("MONARCH_SCREENSHOTS")
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.page.screenshot(path=Path(folder) / f"{name}.png", clip=clip)
 
+
+_HAS_NEW_GRAPH = """() => {
+  const nodes = window.app.graph?._nodes ?? []
+  return nodes.length > 0 && !nodes.some((node) => node.ofTheGraphBefore)
+}"""
 
 _SHOW_NODE = """([kind, scale]) => {
   const canvas = window.app.canvas

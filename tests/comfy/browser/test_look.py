@@ -85,6 +85,24 @@ def test_the_keyboard_reaches_everything_in_order_and_pairs(
     wait_for(lambda: page.card("second").count() == 0, 20)
 
 
+def test_a_worker_that_is_not_paired_is_shown_as_that(
+    site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any]
+) -> None:
+    from monarch_split.distributed.addresses import local_addresses
+
+    # One on the loopback is taken for this user's own.
+    address = next((text for _, text in local_addresses() if ":" not in text), None)
+    if address is None:
+        pytest.skip("this machine has no address in any network")
+    with start_worker(runtime="reference", launcher=(), arguments=["--listen", address]) as worker:
+        site.name_workers(worker.address)
+        page = open_page()
+        page.open_tab()
+        page.wait_until(worker.address, "Not paired", 20)
+        page.card(worker.address).get_by_text("this machine is not paired with the worker").wait_for(timeout=5_000)
+        assert not page.clipped()
+
+
 def test_a_wrong_code_is_answered_with_what_to_do(site: Any, open_page: Callable[..., Any]) -> None:
     site.name_workers()
     page = open_page()

@@ -34,6 +34,28 @@ def test_a_render_on_one_machine_is_told_once_with_cause_and_next_step(site: Any
     assert len(page.toasts()) == 1
 
 
+def test_a_worker_that_is_lost_and_comes_back_is_told_and_shown_at_once(
+    site: Any, page: Any, start_worker: Callable[..., Any]
+) -> None:
+    page.open_tab()
+    running = page.region("Running render")
+    with start_worker(name="second") as worker:
+        site.name_workers(worker.address)
+        site.queue(render(7, steps=1000))
+        running.get_by_text("this machine 50 %, second 50 %").wait_for(timeout=60_000)
+        running.get_by_text("predicted)").wait_for(timeout=30_000)
+        worker.kill()
+        wait_for(lambda: page.has_toast("second is lost", "Start the worker there again"), 20)
+        running.get_by_text("one machine now").wait_for(timeout=10_000)
+        assert not running.get_by_text("50 %").is_visible(), "what is shown is over"
+    with start_worker(name="second", port=int(worker.address.rpartition(":")[2])):
+        wait_for(lambda: page.has_toast("second is back", "It takes part again"), 60)
+        running.get_by_text("by rows").wait_for(timeout=30_000)
+        site.interrupt()
+        page.wait_until("second", "Ready", 30)
+    assert len(page.toasts()) <= 2
+
+
 def test_no_messages_for_who_wants_none(site: Any, page: Any, start_worker: Callable[..., Any]) -> None:
     page.choose("Monarch.Messages", False)
     page.open_tab()
@@ -75,6 +97,24 @@ def test_what_cannot_be_reproduced_stops_the_render_after_its_first_step(
             site.run(render(6, cfg=1.0, step_log="stopped.jsonl"))
     steps = site.output / "stopped.jsonl"
     assert not steps.exists() or len(steps.read_text().splitlines()) == 1
+
+
+def test_a_node_says_nothing_of_an_earlier_run_when_it_is_not_split(
+    site: Any, page: Any, start_worker: Callable[..., Any]
+) -> None:
+    with start_worker(name="second") as worker:
+        site.name_workers(worker.address)
+        page.open_template("monarch_templates", "tiny_flux")
+        page.show_node("MonarchSampler", 0.8)
+        page.set_widget("MonarchSampler", "steps", 4)
+        page.run()
+        line = page.page.locator(".monarch-line")
+        wait_for(lambda: line.count() and line.inner_text(), 60)
+        before = len(site.finished())
+        page.set_widget("MonarchSampler", "split", "off")
+        page.run()
+        wait_for(lambda: len(site.finished()) > before, 30)
+        wait_for(lambda: not line.inner_text(), 5)
 
 
 def test_the_cluster_of_the_settings_is_used(site: Any, page: Any, start_worker: Callable[..., Any]) -> None:

@@ -59,6 +59,7 @@ def test_a_page_that_is_reloaded_and_a_second_one_show_the_running_render(
         pages[0].wait_until("WWWW", "Rendering", 10)
         for page in pages:
             assert page.region("Running render").get_by_role("progressbar").get_attribute("aria-valuemax") == "200"
+        site.interrupt()
         for page in pages:
             page.wait_until("WWWW", "Ready", 90)
             assert page.page.title() != "broken"
@@ -79,14 +80,22 @@ def test_a_page_whose_server_restarts_follows_the_new_one(
         port = site.port
         monkeypatch.setattr("monarch_split.demo.comfy_server._free_port", lambda: port)
         site.stop()
+        page.panel.get_by_text("ComfyUI does not answer.").wait_for(timeout=10_000)
+        page.screenshot("away")
+        assert not page.clipped()
+        assert not page.region("Running render").is_visible()
+        assert "Rendering" not in page.panel.inner_text()
         site.__enter__()
         page.wait_until("second", "Ready", 60)
         assert not page.region("Running render").is_visible()
+        assert not page.panel.get_by_text("ComfyUI does not answer.").is_visible()
         site.run(render(33))
         page.region("Last renders").get_by_text("on 2 machines by rows").wait_for(timeout=20_000)
 
 
-def test_every_language_fits(site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any]) -> None:
+def test_the_languages_with_the_longest_words_fit(
+    site: Any, open_page: Callable[..., Any], start_worker: Callable[..., Any]
+) -> None:
     with start_worker(name="second") as worker:
         site.name_workers(worker.address)
         site.run(render(40))
@@ -98,7 +107,7 @@ def test_every_language_fits(site: Any, open_page: Callable[..., Any], start_wor
             route.fulfill(json={**texts, "en": texts["de"]})
 
         try:
-            for language in ("zh", "ru", "ja", "de"):
+            for language in ("ru", "de"):
                 if language == "de":
                     page.page.route("**/i18n", german_for_english)
                 site._request("/settings", {"Comfy.Locale": "en" if language == "de" else language})

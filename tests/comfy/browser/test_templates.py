@@ -1,7 +1,11 @@
-"""Every template of the pack opens in ComfyUI's page, with all its nodes and widgets."""
+"""Every template of the pack opens in ComfyUI's page, with all its nodes and widgets, and is queued as it stands.
+
+test_example_workflows runs the same prompts to their end.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +17,13 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(180)]
 
 TEMPLATES = sorted((Path(__file__).parents[3] / "example_workflows").glob("*.json"))
 
+# What the page sends when Run is clicked, without the titles that it adds.
+_PROMPT = """async (graph) => {
+  await window.app.loadGraphData(structuredClone(graph))
+  const { output } = await window.app.graphToPrompt()
+  for (const node of Object.values(output)) delete node._meta
+  return output
+}"""
 # Nodes that the page does not know, and widgets whose value is not the one of the file.
 _WRONG = """async (graph) => {
   await window.app.loadGraphData(structuredClone(graph))
@@ -39,6 +50,16 @@ def test_templates_have_no_missing_node_and_no_shifted_widget(site: Any, open_pa
     wrong = {path.stem: page.page.evaluate(_WRONG, json.loads(path.read_text(encoding="utf-8"))) for path in TEMPLATES}
     assert {name: problems for name, problems in wrong.items() if problems} == {}
     assert not page.errors
+
+
+def test_run_sends_the_prompts_that_are_tested(site: Any, open_page: Callable[..., Any]) -> None:
+    from monarch_split.tests.comfy.template_prompts import as_prompt
+
+    page = open_page()
+    describe = functools.cache(site.object_info)
+    for path in TEMPLATES:
+        graph = json.loads(path.read_text(encoding="utf-8"))
+        assert page.page.evaluate(_PROMPT, graph) == as_prompt(graph, describe), path.stem
 
 
 def test_templates_are_listed_in_the_template_browser(site: Any, open_page: Callable[..., Any]) -> None:
