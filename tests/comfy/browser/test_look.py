@@ -18,23 +18,27 @@ LEAST_CONTRAST = 4.5
 
 
 @pytest.fixture(scope="module")
-def rendered(site: Any, start_worker: Callable[..., Any]) -> Iterator[Any]:
-    """The site after a render on two machines."""
+def rendered(site: Any, browser: Any, start_worker: Callable[..., Any]) -> Iterator[Any]:
+    """A page with the tab after a render on two machines, whose size and theme change while it is open."""
+    from monarch_split.tests.comfy.browser.page import ComfyPage
+
     with start_worker(name="a-worker-with-a-rather-long-name.example.internal") as worker:
         site.name_workers(worker.address)
         site.run(render())
-        yield site
+        context = browser.new_context()
+        page = ComfyPage(context.new_page(), site.url)
+        page.open_tab()
+        page.card("a-worker").get_by_text("round trip").wait_for(timeout=20_000)
+        yield page
+        context.close()
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_nothing_is_cut_off_or_lies_over_something_else(
-    rendered: Any, open_page: Callable[..., Any], theme: str, width: int, height: int
-) -> None:
-    page = open_page(width, height)
+def test_nothing_is_cut_off_or_lies_over_something_else(rendered: Any, theme: str, width: int, height: int) -> None:
+    page = rendered
+    page.page.set_viewport_size({"width": width, "height": height})
     page.use_theme(theme)
-    page.open_tab()
-    page.card("a-worker").get_by_text("round trip").wait_for(timeout=20_000)
     page.screenshot(f"tab-{theme}-{width}x{height}")
     assert not page.clipped()
     low = {text: ratio for text, ratio in page.contrasts().items() if ratio < LEAST_CONTRAST}

@@ -22,15 +22,18 @@ def test_codes_that_are_none_are_refused_with_a_sentence_and_a_wrapped_one_pairs
     page = open_page()
     page.open_tab()
     for code in ("monarch1-" + 2000 * "x", "<script>", "👋 " * 100, 5000 * "y"):
-        page.pair(code)
-        wait_for(lambda: page.panel.locator(".monarch-failed").count() == 1, 10)
+        # The sentence about the code before is still there.
+        with page.page.expect_response("**/monarch/pair") as answer:
+            page.pair(code)
+        assert 400 <= answer.value.status < 500, code[:20]
+        wait_for(lambda: page.panel.locator(".monarch-failed:visible").count() == 1, 10)
         assert not page.clipped()
     with pairable_worker() as worker:
         code = code_of(worker)
         # As it is copied from a narrow terminal.
         page.pair(f"  {code[:40]}\n  {code[40:]} \n")
         page.panel.get_by_text("Paired with second").wait_for(timeout=20_000)
-        assert page.panel.locator(".monarch-failed").count() == 0
+        assert page.panel.locator(".monarch-failed:visible").count() == 0
         # A double click does it once.
         page.panel.get_by_role("button", name="Forget the worker second").dblclick()
         page.page.get_by_role("dialog").get_by_role("button", name="Cancel").first.click()
@@ -63,7 +66,7 @@ def test_a_page_that_is_reloaded_and_a_second_one_show_the_running_render(
         for page in pages:
             page.wait_until("WWWW", "Ready", 90)
             assert page.page.title() != "broken"
-            assert not page.region("Running render").is_visible()
+            page.region("Running render").wait_for(state="hidden", timeout=5_000)
             assert not page.errors
         pages[0].screenshot("odd-name")
 
