@@ -378,7 +378,7 @@ class TestTheWorker:
     def test_a_worker_of_another_version(self, forge: Forge, examined: Callable[..., Any]) -> None:
         other = forge.worker("old", pack="0.0.1")
         with ended(other):
-            check = examined(other.address)[f"worker {other.address}"]
+            check = examined(other.address)[f"software {other.address}"]
         assert not check.ok
         assert "0.0.1" in check.detail
         assert own_versions(None).pack in check.detail

@@ -53,7 +53,7 @@ def test_a_worker_that_is_lost_and_comes_back_is_told_and_shown_at_once(
         running.get_by_text("by rows").wait_for(timeout=30_000)
         site.interrupt()
         page.wait_until("second", "Ready", 30)
-    assert len(page.toasts()) <= 2
+        assert len(page.toasts()) <= 2
 
 
 def test_no_messages_for_who_wants_none(site: Any, page: Any, start_worker: Callable[..., Any]) -> None:
