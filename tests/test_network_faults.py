@@ -295,7 +295,7 @@ def test_a_slow_network_is_no_loss(
 def test_over_a_link_far_too_slow_for_tokens_auto_says_so_and_goes_on(
     network: NetworkProxy, recipe: Recipe, model: ReferenceDiT
 ) -> None:
-    network.throttle(4e6)
+    network.throttle(12e6)
     # `auto` does not wait for a worker that still loads.
     worst, report = render(
         [network.address], recipe, model, mode="auto", cfg=1.0, steps=6, on_step=lambda _: time.sleep(0.3)
