@@ -43,12 +43,12 @@ def serve() -> None:
     """The worker process: prints its port, serves until it is ended."""
     from ..distributed.auth import own_identity
     from ..distributed.file_cache import FileCache
-    from ..distributed.worker import Worker, stopped_by_signals
+    from ..distributed.worker import Worker, ended_by_signals
 
     cache = FileCache(Path("unused"))
     worker = Worker(RandomRuntime(), cache, ["127.0.0.1"], 0, "worker", own=own_identity())
     print(worker.addresses[0].port, flush=True)
-    with stopped_by_signals(worker):
+    with ended_by_signals(worker):
         worker.run()
 
 

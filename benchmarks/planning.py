@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from ..demo.reference import PIXELS_PER_LATENT, TINY, ReferenceDiT
+from ..demo.reference import PIXELS_PER_LATENT, TINY, ReferenceDiT, slowed
 from ..demo.reference_runtime import FAMILY, load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
 from ..distributed.addresses import parse_address
@@ -39,10 +39,9 @@ from ..distributed.session import Session
 from ..distributed.versions import own_versions
 from ..tests.network_proxy import network_to, port_with_a_neighbour
 from .machine import machine
-from .slow_worker import slow_down
+from .row_split import inputs, seconds
 
 ROUND_TRIP, BYTES_PER_SECOND = 0.05, 125e6
-PROMPT_TOKENS = 77
 # Forwards in which `auto` may find out what pays: one that proves the worker, trials, one alone, other shares.
 DECIDED_AFTER = 10
 # Of a block, for each token: what a forward takes is what its machine sleeps, not what two processes share here.
@@ -52,24 +51,9 @@ FAR, NEAR, SIX_EACH, ONE_ALONE = 256, 64, 128, 256
 CFG, ONE, SIX = 2, 1, 6
 
 
-def inputs(rows: int, pixels: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    side = pixels // PIXELS_PER_LATENT
-    x = torch.randn(rows, TINY.channels, side, side, generator=generator)
-    context = torch.randn(rows, PROMPT_TOKENS, TINY.context_width, generator=generator)
-    options = {"cond_or_uncond": list(range(rows)), "sigmas": torch.tensor([0.7])}
-    return (x, torch.full((rows,), 0.7)), {"context": context, "transformer_options": options}
-
-
-def seconds(call: Any) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def measure(address: str, recipe: Recipe, model: ReferenceDiT, rows: int, pixels: int, steps: int) -> dict[str, Any]:
     """Forwards of one machine and of `auto` once it has decided, in turn, so that drift does not favour either."""
-    args, kwargs = inputs(rows, pixels)
+    args, kwargs = inputs(rows, TINY, pixels // PIXELS_PER_LATENT)
     report = Report("auto")
     cluster = Cluster("benchmark", (parse_address(address),))
     session = Session(
@@ -137,7 +121,7 @@ def main() -> int:
             with worker(folder, far=far) as address:
                 for kind, rows in (("rows", CFG), ("tokens", ONE)):
                     results[f"{place}_{kind}"] = measure(address, recipe, model, rows, pixels, steps)
-        slow_down(model, SLOW)
+        slowed(model, SLOW)
         with worker(folder, slow=2 * SLOW) as address:
             for kind, rows, pixels in (("rows", SIX, SIX_EACH), ("tokens", ONE, ONE_ALONE)):
                 results[f"half_as_fast_{kind}"] = measure(address, recipe, model, rows, pixels, max(steps // 10, 5))

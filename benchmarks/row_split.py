@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from ..demo.reference import DEMO, ReferenceDiT
+from ..demo.reference import DEMO, ReferenceConfig, ReferenceDiT
 from ..demo.reference_runtime import load_reference_model, write_reference_model
 from ..demo.worker_process import WorkerProcess
 from ..distributed import peers
@@ -47,10 +47,10 @@ ROWS, SIDE, TOKENS = 2, 64, 77
 LATENT_BYTES = DEMO.channels * SIDE * SIDE * 4
 
 
-def inputs(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def inputs(rows: int, config: ReferenceConfig = DEMO, side: int = SIDE) -> tuple[tuple[Any, ...], dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(rows, DEMO.channels, SIDE, SIDE, generator=generator)
-    context = torch.randn(rows, TOKENS, DEMO.context_width, generator=generator)
+    x = torch.randn(rows, config.channels, side, side, generator=generator)
+    context = torch.randn(rows, TOKENS, config.context_width, generator=generator)
     options = {"cond_or_uncond": list(range(rows)), "sigmas": torch.tensor([0.7])}
     return (x, torch.full((rows,), 0.7)), {"context": context, "transformer_options": options}
 

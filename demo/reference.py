@@ -5,6 +5,7 @@ It stands in for ComfyUI where there is none. Splitting its forward is the engin
 from __future__ import annotations
 
 import math
+import time
 import uuid
 import zlib
 from collections.abc import Callable
@@ -262,3 +263,13 @@ def save_picture(latent: Tensor, path: Path) -> Path:
     pictures = torch.cat(list(latent_to_rgb(latent, PIXELS_PER_LATENT)), dim=1)
     height, width, _ = pictures.shape
     return write_png(path, bytes((pictures * 255).round().to(torch.uint8).flatten().tolist()), width, height)
+
+
+def slowed(model: ReferenceDiT, seconds: float) -> list[Any]:
+    """Has each block take `seconds` longer for every token of every row that it is given; handles that undo it."""
+
+    def sleep(_: Any, __: Any, output: torch.Tensor) -> None:
+        time.sleep(seconds * output.shape[0] * output.shape[1])
+
+    # Hooks that come later cut what goes into a block and put together what comes out of it.
+    return [block.register_forward_hook(sleep) for block in model.blocks]

@@ -93,7 +93,7 @@ class WorkerProcess:
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:

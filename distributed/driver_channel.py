@@ -225,6 +225,7 @@ def _reachable(addresses: Sequence[Address]) -> list[tuple[str, float]]:
     Raises ChannelLost of the first if none does. Once one has answered, the others are not waited for any longer than
     OTHER_ADDRESSES_SECONDS: the cable of one may be unplugged.
     """
+    wanted = list(dict.fromkeys(addresses))
     outcomes: dict[Address, tuple[str, float] | ChannelLost] = {}
     changed = threading.Condition()
 
@@ -239,16 +240,14 @@ def _reachable(addresses: Sequence[Address]) -> list[tuple[str, float]]:
             outcomes[address] = outcome
             changed.notify_all()
 
-    if len(addresses) == 1:
-        attempt(addresses[0])
-    for address in addresses if len(addresses) > 1 else ():
+    for address in wanted:
         threading.Thread(target=attempt, args=(address,), name="monarch-reach", daemon=True).start()
     with changed:
         changed.wait_for(
-            lambda: len(outcomes) == len(addresses) or any(isinstance(each, tuple) for each in outcomes.values())
+            lambda: len(outcomes) == len(wanted) or any(isinstance(each, tuple) for each in outcomes.values())
         )
-        changed.wait_for(lambda: len(outcomes) == len(addresses), limits.OTHER_ADDRESSES_SECONDS)
-        known = [outcomes[address] for address in addresses if address in outcomes]
+        changed.wait_for(lambda: len(outcomes) == len(wanted), limits.OTHER_ADDRESSES_SECONDS)
+        known = [outcomes[address] for address in wanted if address in outcomes]
     endpoints = [each for each in known if isinstance(each, tuple)]
     if not endpoints:
         raise next(each for each in known if isinstance(each, ChannelLost))

@@ -90,13 +90,15 @@ class FileCache:
         removable = self._removable(part)
         total = sum(size for size, _ in removable)
         needed, free = ref.bytes - (part.stat().st_size if part.exists() else 0), self._free()
-        if needed > free + total and needed > limits.FILE_CHUNK_BYTES * 16:
+        # The reserve is there for small ones.
+        is_small = needed <= limits.FILE_CHUNK_BYTES * 16
+        if not is_small and needed > free + total:
             raise OSError(
                 f"{ref.name} needs {_gb(needed)}, the worker's disk has {_gb(max(0, free + total))} free for it at "
                 f"{self.folder}; free some space there, or start it with --cache on another disk"
             )
         for size, path in removable:
-            if total + ref.bytes <= self.max_bytes and needed <= free:
+            if total + ref.bytes <= self.max_bytes and (is_small or needed <= free):
                 return
             total, free = total - size, free + size
             _remove_part(path) if path.suffix == _PART else path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from .folders import default_cache_folder
 from .jobs import say
 from .pairing import announced, issue_code
 from .runtime import Runtime
-from .worker import Worker, stopped_by_signals
+from .worker import Worker, ended_by_signals
 
 _MANY_FILES = 65_536
 
@@ -69,7 +69,7 @@ def serve(
     say(f"{worker.name}: {device['device']}, {device['memory']}")
     say(f"Files that a driver sends are kept in {folder}")
     try:
-        with stopped_by_signals(worker):
+        with ended_by_signals(worker):
             say(f"Listening on {', '.join(map(str, worker.addresses))}")
             with announced(worker.addresses):
                 if pair or (encrypted and new_here):

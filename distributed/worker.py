@@ -255,7 +255,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def stopped_by_signals(worker: Worker) -> Iterator[None]:
+def ended_by_signals(worker: Worker) -> Iterator[None]:
     """Within it SIGINT and SIGTERM end the worker in good order, even before it runs; a second one at once."""
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

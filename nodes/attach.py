@@ -141,10 +141,19 @@ def _with_callback(
     return args, {**kwargs, "callback": callback}
 
 
-def _described(patcher: Any, live: LiveRun) -> Recipe:
+def described(patcher: Any) -> Recipe:
+    """The recipe of a MODEL (comfy ModelPatcher) that workers are about to load, whose file is known from now on.
+
+    Raises what replica.describe raises.
+    """
     recipe = describe(patcher)
     follow(patcher, recipe.file.digest)
     names.note(recipe.file.digest, recipe.file.name)
+    return recipe
+
+
+def _described(patcher: Any, live: LiveRun) -> Recipe:
+    recipe = described(patcher)
     live.uses(recipe.file.name)
     return recipe
 

@@ -14,16 +14,14 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 from ..browser.board import LOADING, READY, board
-from ..browser.names import names
 from ..browser.settings import chosen_cluster, settings_of_prompt
 from ..browser.turns import GiveWay, turns
 from ..distributed.cluster import Cluster
 from ..distributed.peers import Peers
 from ..distributed.recipe import Recipe
-from ..distributed.replica import describe
 from ..distributed.report import Report
+from .attach import described
 from .this_comfyui import versions
-from .unloading import follow
 
 _SPLITTING_NODES = ("MonarchSampler", "MonarchSplit")
 # How long whatever else uses the workers, for the tab, has to leave.
@@ -48,12 +46,10 @@ def load_early(patcher: Any, prompt: Mapping[str, Any] | None) -> None:
         cluster = chosen_cluster(settings_of_prompt().cluster)
         if not cluster.workers:
             return
-        recipe = describe(patcher)
+        recipe = described(patcher)
     except Exception:
         logging.debug("monarch: this model is not loaded early", exc_info=True)
         return
-    follow(patcher, recipe.file.digest)
-    names.note(recipe.file.digest, recipe.file.name)
     threading.Thread(target=_load, args=(cluster, recipe), name="monarch-early-loading", daemon=True).start()
 
 

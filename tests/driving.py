@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,16 +144,6 @@ def share_identity(folder: Path) -> None:
 def equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares do not follow the pace: other work on the machine of the tests would decide what is split."""
     monkeypatch.setattr(Costs, "record_pace", lambda *_, **__: None)
-
-
-def slowed(model: ReferenceDiT, seconds: float) -> list[Any]:
-    """Has each block take `seconds` longer for every token of every row that it is given; handles that undo it."""
-
-    def sleep(_: Any, __: Any, output: torch.Tensor) -> None:
-        time.sleep(seconds * output.shape[0] * output.shape[1])
-
-    # Hooks that come later cut what goes into a block and put together what comes out of it.
-    return [block.register_forward_hook(sleep) for block in model.blocks]
 
 
 def guided(model: ReferenceDiT, conditionings: int, forwards: int, session: Any = None) -> torch.Tensor:

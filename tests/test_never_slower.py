@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from monarch_split.demo.reference import TINY, ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceDiT, slowed
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.report import Report
-from monarch_split.tests.driving import SAME, forget, open_session, render, sample_once, slowed, three_workers
+from monarch_split.tests.driving import SAME, forget, open_session, render, sample_once, three_workers
 from monarch_split.tests.network_proxy import NetworkProxy, network_to
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 

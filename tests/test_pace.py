@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_split.demo.reference import TINY, ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceDiT, slowed
 from monarch_split.distributed import limits
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, open_session, render, sample_once, slowed, three_workers
+from monarch_split.tests.driving import SAME, open_session, render, sample_once, three_workers
 from monarch_split.tests.worker_process import Worker
 
 pytestmark = [

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from monarch_split.demo.reference import TINY, ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceDiT, slowed
 from monarch_split.distributed import limits, split_tokens
 from monarch_split.distributed.ledger import DRIVER
 from monarch_split.distributed.plan import Costs
 from monarch_split.distributed.recipe import Recipe
 from monarch_split.distributed.report import Report
-from monarch_split.tests.driving import SAME, difference, open_session, sample_once, slowed, three_workers
+from monarch_split.tests.driving import SAME, difference, open_session, sample_once, three_workers
 from monarch_split.tests.worker_process import Worker
 
 pytestmark = [

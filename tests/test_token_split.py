@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT
+from monarch_split.demo.reference import TINY, ReferenceConfig, ReferenceDiT, slowed
 from monarch_split.demo.reference_runtime import write_reference_model
 from monarch_split.distributed import limits, split_tokens, tokens
 from monarch_split.distributed.addresses import parse_address
@@ -19,7 +19,7 @@ from monarch_split.distributed.ledger import DRIVER
 from monarch_split.distributed.peer import ExchangeOffer, Peer
 from monarch_split.distributed.plan import Costs
 from monarch_split.distributed.recipe import Recipe
-from monarch_split.tests.driving import SAME, Stopped, guided, open_session, render, sample_once, slowed
+from monarch_split.tests.driving import SAME, Stopped, guided, open_session, render, sample_once
 from monarch_split.tests.worker_process import Forge, Worker, ended, until
 
 pytestmark = [

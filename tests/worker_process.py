@@ -209,10 +209,10 @@ def _run_worker(name: str, port: int, cache: str, pack: str, largest_file: int, 
     import torch
 
     from monarch_split.demo import reference_runtime
+    from monarch_split.demo.reference import slowed
     from monarch_split.distributed.jobs import say
     from monarch_split.distributed.runtime import run_model
     from monarch_split.distributed.serve import serve
-    from monarch_split.tests.driving import slowed
 
     def behaviour() -> dict[str, Any]:
         return json.loads((Path(cache) / "behaviour").read_text())

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from monarch_split.tests.worker_process import until
+
 pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(120)]
 
 SAMPLES = {"9": {"class_type": "MonarchSampler", "inputs": {"split": "auto"}}}
@@ -20,13 +22,6 @@ def worker(start_worker: Callable[..., Any]) -> Iterator[Any]:
     """A worker that has no file yet."""
     with start_worker(name="second") as running:
         yield running
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.02)
 
 
 def under_way() -> bool:
